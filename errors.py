@@ -15,6 +15,7 @@
     |   |-- ContextError        prompt and answer are longer than the context
     |   |-- ProcessorError       a function that came with the request raised, or returned nonsense
     |   |-- GrammarError         its grammar cannot be compiled, or allows no token
+    |   |-- NonFiniteError       the model computed NaN or infinite values for it
     |   `-- DraftError           a drafter has another tokenizer or reads other states
     |-- ResourceError        memory or disk does not suffice
     |-- GpuError             GPU, driver or engine library are missing, unsupported or were lost
@@ -102,6 +103,10 @@ class ProcessorError(RequestError):
 
 class GrammarError(RequestError):
     """A grammar cannot be compiled, or leaves no token to choose."""
+
+
+class NonFiniteError(RequestError):
+    """The model computed NaN or infinite values: the bundle or the machine is at fault, and not what was asked."""
 
 
 class DraftError(RequestError):

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 from llmc.bundle import CONFIG_FILE, MADE_FILE, TOKENIZER_FILES, ExportManifest, MergedAdapter
 from llmc.errors import CheckpointError
-from llmc.strict import open_regular, parse_json
+from llmc.strict import MOST_JSON, open_regular, parse_json, read_bytes
 
 # Of each of three places of every tensor, for the fingerprint: a page costs no more to read than a byte.
 SAMPLED_BYTES = 4096
@@ -139,7 +139,7 @@ def check_unchanged(folder: Path, manifest: ExportManifest) -> None:
     try:
         if all(path.stat().st_nlink == 1 for path in shards):
             return
-        found = fingerprint((folder / CONFIG_FILE).read_bytes(), shards, manifest.source.adapters)
+        found = fingerprint(read_bytes(folder / CONFIG_FILE, MOST_JSON), shards, manifest.source.adapters)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: its weights cannot be read ({error}); export the checkpoint again") from error
     if found != manifest.source.fingerprint:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from llmc.bundle.integrity import sha256_file
 from llmc.bundle.manifest import ADAPTERS_FOLDER, MOST_MANIFEST, MOST_RANK, Version
+from llmc.bundle.reading import refuse_to_leave
 from llmc.errors import BundleError, LlmcError, UsageError, format_value
 from llmc.strict import decode, read_json
 
@@ -48,15 +49,17 @@ def check_name(name: object) -> str:
 
 
 def list_adapters(bundle: Path) -> dict[str, Path]:
-    """The folders of the adapters that were added to a bundle, by name."""
+    """The folders of the adapters that were added to a bundle, by name; no links, which may lead anywhere."""
     place = bundle / ADAPTERS_FOLDER
-    names = sorted(os.listdir(place)) if place.is_dir() else []
-    return {name: place / name for name in names if NAME.fullmatch(name)}
+    found = sorted(os.scandir(place), key=lambda entry: entry.name) if place.is_dir() else []
+    return {it.name: place / it.name for it in found if NAME.fullmatch(it.name) and it.is_dir(follow_symlinks=False)}
 
 
 def read_adapter_manifest(folder: Path) -> AdapterManifest:
     """Read an adapter's manifest, and check that the file of its factors is the one that was written.
     Raises BundleError: it is no adapter that ``llmc adapter add`` wrote, or damaged."""
+    for name in (ADAPTER_MANIFEST, FACTORS_FILE):
+        refuse_to_leave(folder, name)
     try:
         manifest: AdapterManifest = decode(AdapterManifest, read_json(folder / ADAPTER_MANIFEST, MOST_MANIFEST))
         found = sha256_file(folder / FACTORS_FILE)

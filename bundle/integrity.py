@@ -26,8 +26,8 @@ def verify_files(folder: Path, manifest: Manifest) -> Iterator[str]:
     for name, entry in manifest.files.items():
         try:
             found = sha256_file(folder / name)
-        except OSError as error:
-            raise BundleError(f"{folder}: {name} cannot be read ({error.strerror}); build the bundle again") from error
+        except (OSError, ValueError) as error:
+            raise BundleError(f"{folder}: {name} cannot be read ({error}); build the bundle again") from error
         if found != entry.sha256:
             raise _corrupt(folder, name)
         yield name
@@ -92,9 +92,9 @@ def _corrupt(folder: Path, name: str) -> BundleError:
 
 
 def sha256_file(path: Path) -> str:
-    """Hex SHA-256 of a file, read in pieces of 1 MiB."""
+    """Hex SHA-256 of a regular file, read in pieces of 1 MiB. Raises OSError, ValueError: it cannot be read."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while piece := file.read(1 << 20):
             digest.update(piece)
     return digest.hexdigest()

@@ -343,7 +343,7 @@ class MemoryPlan:
         experts: of all graphs' mixtures, the same.
         mapped_experts: that kernels read in the mapped file: resident from their first use until memory is short.
         embedding: its table in each form that a graph has, of which a page is read when a token asks for its row.
-        tower: of images: weights, activations of a tile, and the rows that are kept of images.
+        tower: of images: weights, activations of a tile, an image while it is decoded, and rows that are kept.
         workspace: activations of the largest call.
         workspace_per_token: attention's scores of that call and the rotary tables, per cached position.
         cache_per_token: keys and values, per row and cached position, of layers that attend to all.

@@ -54,7 +54,7 @@ def read_bundle(folder: Path, *, engine_matters: bool = True) -> Manifest:
 
 def _read_bundle(folder: Path, engine_matters: bool) -> Manifest:
     refuse_other(folder)
-    _refuse_to_leave(folder, BUNDLE_MANIFEST)
+    refuse_to_leave(folder, BUNDLE_MANIFEST)
     manifest = _read(folder, BUNDLE_MANIFEST, Manifest, build_command("CHECKPOINT"))
     _check_values(folder, manifest)
     for name in (*manifest.files, *manifest.list_files()):
@@ -67,7 +67,7 @@ def _read_bundle(folder: Path, engine_matters: bool) -> Manifest:
                 "remove it, or build the bundle again"
             )
     for name, entry in manifest.files.items():
-        _refuse_to_leave(folder, name)
+        refuse_to_leave(folder, name)
         found = _size(folder / name)
         remade = name in manifest.engine_files()
         if found != entry.size and (engine_matters or not remade):
@@ -252,7 +252,7 @@ def _size(path: Path) -> int | None:
     return info.st_size if stat.S_ISREG(info.st_mode) else None
 
 
-def _refuse_to_leave(folder: Path, name: str) -> None:
+def refuse_to_leave(folder: Path, name: str) -> None:
     """Refuse a link that leads out of a folder, where it could show any file of whoever runs the bundle."""
     path = folder / name
     if "/" not in name and not os.path.islink(path):

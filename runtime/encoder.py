@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest, publication, read_same
-from llmc.errors import ContextError, RequestError, UsageError, format_value
+from llmc.errors import ContextError, NonFiniteError, RequestError, UsageError, format_value
 from llmc.runtime.sampling.ranges import integer
 from llmc.runtime.sessions.onnxruntime.stateless import StatelessSession
 from llmc.runtime.text.control_tokens import Disguise
@@ -117,7 +117,8 @@ class TextEncoder:
         return [tokens(prompt, query, document, truncate) for document in documents]
 
     def encode(self, rows: Sequence[Tokens]) -> Vectors:
-        """Results float32 [n, width] of token sequences, in their order; those of like lengths share calls."""
+        """Results float32 [n, width] of token sequences, in their order; those of like lengths share calls.
+        Raises NonFiniteError: the model computed NaN or infinite values."""
         found = np.empty((len(rows), self.width), np.float32)
         for group in self._groups(rows):
             longest = len(rows[group[0]])
@@ -127,6 +128,8 @@ class TextEncoder:
             lengths = np.array([len(rows[place]) for place in group], np.int64)
             with self._lock:  # of each call the engine's memory is planned for
                 found[group] = self.session.run(input_ids=ids, lengths=lengths).reshape(len(group), self.width)
+        if not np.isfinite(found).all():
+            raise NonFiniteError("the model's results hold NaN or infinite values; run: llmc verify BUNDLE")
         return found
 
     def _groups(self, rows: Sequence[Tokens]) -> Iterator[list[int]]:

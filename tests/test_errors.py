@@ -20,6 +20,7 @@ LEAVES = [
     errors.ContextError,
     errors.ProcessorError,
     errors.GrammarError,
+    errors.NonFiniteError,
     errors.DraftError,
     errors.ResourceError,
     errors.GpuError,

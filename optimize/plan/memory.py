@@ -31,6 +31,7 @@ from llmc.optimize.quantize.grid import OFFSETS
 from llmc.optimize.recipe import needs_calibration
 from llmc.runtime.bench.stages import TOKENIZER_FACTOR
 from llmc.runtime.kv.budget import MemoryEstimate
+from llmc.runtime.vision.decode import DECODING_BYTES
 from llmc.runtime.vision.tower import KEPT_BYTES
 
 MB = 1_000_000
@@ -229,13 +230,15 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
 
 
 def _tower_bytes(geometry: Geometry, limits: Limits, stored: QuantConfigs) -> int:
-    """Bytes of the tower; no image has more tokens than the context."""
+    """Bytes of the tower and of an image that is decoded for it; no image has more tokens than the context."""
     if (vision := geometry.vision) is None:
         return 0
     patches, first = (vision.square // vision.patch) ** 2 * min(vision.most_rows, limits.max_context), vision.linears[0]
     widest = max(linear.outputs for linear in vision.linears if linear.layer is not None)
     weights = sum(linear_bytes(linear, stored.of(linear.name), copies=BLOCK_COPIES) for linear in vision.linears)
-    return OPENED_GRAPH + weights + 4 * patches * (WIDE_ARRAYS * widest + NARROW_ARRAYS * first.outputs) + KEPT_BYTES
+    activations = 4 * patches * (WIDE_ARRAYS * widest + NARROW_ARRAYS * first.outputs)
+    # An image is decoded while another one may be computed.
+    return OPENED_GRAPH + weights + activations + KEPT_BYTES + DECODING_BYTES
 
 
 def plan_build(

@@ -12,6 +12,7 @@ from llmc.runtime.vision.rows import ImageRows
 
 LONGEST_DEADLINE = 10**9  # seconds
 LONGEST_SCOPE = 256  # characters
+MOST_PRIORITY = 1000
 # Ends an output: called with its new tokens and the text so far after every token; true means stop.
 StoppingCriterion = Callable[[Sequence[int], str], bool]
 
@@ -74,7 +75,7 @@ _RANGES = {
     "params": Range("parameters", "SamplingParams", lambda value: isinstance(value, SamplingParams)),
     "logits_processors": _FUNCTIONS,
     "stopping_criteria": _FUNCTIONS,
-    "priority": integer(-1000, 1000, note="lower is sooner"),
+    "priority": integer(-MOST_PRIORITY, MOST_PRIORITY, note="lower is sooner"),
     "deadline_s": optional(above(0, LONGEST_DEADLINE)),
     "on_delta": optional(Range("function", "a function", callable)),
     "prefix_scope": _NAME,

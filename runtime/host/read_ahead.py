@@ -10,6 +10,7 @@ from pathlib import Path
 from llmc.errors import ResourceError
 from llmc.runtime.host import threads
 from llmc.runtime.host.machine import available_memory
+from llmc.strict import open_regular
 
 # Bytes asked for at a time: Linux takes no more of a request than the disk's own read-ahead or its longest transfer,
 # of which the smaller ones are about this size.
@@ -28,7 +29,7 @@ def read_ahead(path: Path) -> Iterator[None]:
     ended = threading.Event()
 
     def ask() -> None:
-        with suppress(OSError), path.open("rb") as file:
+        with suppress(OSError, ValueError), open_regular(path) as file:
             for start in range(0, os.fstat(file.fileno()).st_size, STEP):
                 if ended.is_set():
                     return

@@ -5,23 +5,23 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from llmc.errors import RequestError
+from llmc.errors import NonFiniteError
 
 Logits = npt.NDArray[np.float32]
 
 
 def check_peak(peak: float) -> None:
-    """Refuse logits whose largest is ``peak`` with a RequestError if that is not finite; NaN counts as the largest."""
+    """Raise NonFiniteError if the largest logit ``peak`` is not finite; NaN counts as the largest."""
     if not math.isfinite(peak):
         what = "hold NaN" if math.isnan(peak) else "hold +inf" if peak > 0 else "are all -inf"
-        raise RequestError(
+        raise NonFiniteError(
             f"the model's logits {what}, so no token can be chosen; check the bundle with: llmc verify BUNDLE"
         )
 
 
 def weigh(logits: Logits) -> Logits:
     """Probabilities of ``logits`` [V] as multiples of the largest one, a new array.
-    Raises RequestError: the logits hold NaN or +inf, or nothing but -inf."""
+    Raises NonFiniteError: the logits hold NaN or +inf, or nothing but -inf."""
     peak = logits.max()
     check_peak(float(peak))
     with np.errstate(over="ignore", under="ignore"):  # logits at both ends of float32 are infinitely far apart

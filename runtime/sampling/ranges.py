@@ -53,9 +53,11 @@ def parameter(default: object, values: Range, meaning: str, section: str, **rest
 
 # ----------------------------------------------------------------------------------------------------------- checks
 
+LARGEST = (1 << 64) - 1  # integer without a bound of its own: it is computed with as a float, too
+
 
 def _is_integer(value: object, low: float, high: float = math.inf) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= min(high, LARGEST)
 
 
 def _is_number(value: object, low: float, high: float) -> bool:

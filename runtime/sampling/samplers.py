@@ -65,7 +65,8 @@ class Sampler:
         Call it once for each token, in order, with the tokens chosen before.
 
         Raises:
-            RequestError: the logits hold NaN or +inf, or nothing but -inf; or no token is allowed.
+            NonFiniteError: the logits hold NaN or +inf, or nothing but -inf.
+            RequestError: no token is allowed.
             GrammarError: the guide allows no token.
             ProcessorError: a processor of the request raised, or returned something that is no logits.
         """

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.errors import ProcessorError, RequestError, text_of
+from llmc.errors import NonFiniteError, ProcessorError, RequestError, text_of
 from llmc.runtime.sampling.logits import most_probable
 from llmc.runtime.sampling.processors import Processor
 
@@ -81,7 +81,8 @@ class BeamSearch:
         cache are copied, and none that is still to be copied from is written over. This holds for ``step`` too.
 
         Raises:
-            RequestError: the logits are not finite, or the processors forbid every token before any output ended.
+            NonFiniteError: the logits are not finite.
+            RequestError: the processors forbid every token before any output ended.
             ProcessorError: a processor or the stopping criterion failed.
         """
         self._prompt = list(prompt)
@@ -188,10 +189,10 @@ def _by_score(hypothesis: Hypothesis) -> float:
 
 
 def log_softmax(logits: Floats) -> Floats:
-    """Log-probabilities of the rows of ``logits`` [rows, V], a new array; RequestError if they are not finite."""
+    """Log-probabilities of the rows of ``logits`` [rows, V], a new array; NonFiniteError if they are none."""
     peaks = logits.max(axis=-1, keepdims=True)
     if not np.isfinite(peaks).all():
-        raise RequestError("the model's logits are not finite numbers; check the bundle with: llmc verify BUNDLE")
+        raise NonFiniteError("the model's logits are not finite numbers; check the bundle with: llmc verify BUNDLE")
     shifted: Floats = logits - peaks
     totals = np.exp(shifted).sum(axis=-1, keepdims=True)
     shifted -= np.log(totals)

@@ -20,6 +20,8 @@ from llmc.errors import UsageError, format_value
 from llmc.runtime.api import DRAFT_WORDS
 from llmc.strict import parse_toml, read_bytes
 
+# Of any setting; larger ones are no float, or no time that a system can wait for.
+LARGEST, MOST_SECONDS = 1 << 63, 1e9
 MOST_CONFIG = 1 << 20  # bytes of the file; one with every key has some two thousand
 # Beyond the schemes of the web, what browsers send for pages of extensions, and "null" for pages without an address.
 _ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^/\s?#@*A-Z]+")
@@ -404,8 +406,8 @@ def _read_named_paths(value: Any) -> Mapping[str, Path] | None:
 # What each kind makes of a value, None of one that it cannot be.
 _TAKEN: Mapping[str, Any] = {
     "flag": lambda value: value if type(value) is bool else None,
-    "integer": lambda value: value if type(value) is int else None,
-    "number": lambda value: float(value) if type(value) in (int, float) and abs(value) < 1e300 else None,
+    "integer": lambda value: value if type(value) is int and abs(value) < LARGEST else None,
+    "number": lambda value: float(value) if type(value) in (int, float) and abs(value) <= MOST_SECONDS else None,
     "text": lambda value: value if type(value) is str and value and value.isprintable() else None,
     "choice": lambda value: value if type(value) is str else None,
     "path": _path,

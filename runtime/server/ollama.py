@@ -25,6 +25,7 @@ from llmc.runtime.server.http.aside import LARGE, aside
 from llmc.runtime.server.http.bodies import ANY, Lenient, Sampled
 from llmc.runtime.server.http.errors import OLLAMA_ERRORS, ApiError
 from llmc.runtime.server.http.ignored import ignore, rename_ignored
+from llmc.runtime.server.http.images import MOST_IMAGES
 from llmc.runtime.server.http.streams import EventStream, encode_json, guard_pieces, make_answer, unless_gone
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Served, Service
@@ -106,7 +107,9 @@ class OllamaTool(Lenient):
     function: OllamaFunction
 
 
-Images = Annotated[list[str], Field(default_factory=list, description="PNG, JPEG or WebP in base64")]
+Images = Annotated[
+    list[str], Field(default_factory=list, max_length=MOST_IMAGES, description="PNG, JPEG or WebP in base64")
+]
 
 
 class OllamaMessage(Lenient):

@@ -1,6 +1,7 @@
 """The service as a process: where it listens, when it is ready, and how it ends."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -129,6 +130,8 @@ class Server(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen at once, and say ready when what is loaded at the start is; at the end close all models."""
+        # The collector stops all threads and would look at every object of every module: 0.3 s for a body of many.
+        gc.freeze()
         self._start_task(self._warm())
         self._start_task(self._watch())
         self._start_task(self._reload_when_asked())

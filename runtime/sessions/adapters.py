@@ -6,13 +6,14 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from llmc.bundle import FACTORS_FILE, AdapterManifest, Manifest, check_name, read_adapter_manifest
 from llmc.errors import BundleError, RequestError, ResourceError, UsageError
+from llmc.strict import open_regular
 
 Array = NDArray[np.float32]
 
@@ -118,17 +119,30 @@ class Adapters:
         return Adapter(AdapterInfo(name, content, manifest.rank), self._read_factors(folder, manifest))
 
     def _read_factors(self, folder: Path, manifest: AdapterManifest) -> dict[str, tuple[Array, Array]]:
-        """The factors as views of the file, which is mapped."""
+        """The factors, as views of one array. The file is not mapped: a process that reads a mapped file ends when
+        another cuts it short."""
         linears = [self._geometry.linear[module] for module in manifest.modules]
         sizes = [size for it in linears for size in (it.inputs, it.outputs)]
         try:
-            values: NDArray[Any] = np.load(folder / FACTORS_FILE, mmap_mode="r", allow_pickle=False)
+            values = _read_values(folder / FACTORS_FILE, manifest.rank * sum(sizes))
         except (OSError, ValueError) as error:
             raise BundleError(f"{folder / FACTORS_FILE} cannot be read ({error}); add the adapter again") from error
-        if values.shape != (manifest.rank * sum(sizes),) or values.dtype != np.float32:
+        if values is None:
             raise BundleError(f"{folder / FACTORS_FILE} does not fit {len(linears)} linears; add the adapter again")
         if not np.isfinite(values).all():
             raise BundleError(f"{folder / FACTORS_FILE} holds NaN or infinite values; get the adapter again")
         ends = np.cumsum(sizes)[:-1] * manifest.rank
         parts = [part.reshape(manifest.rank, -1) for part in np.split(values, ends)]
         return dict(zip(manifest.modules, zip(parts[::2], parts[1::2], strict=True), strict=True))
+
+
+def _read_values(path: Path, count: int) -> Array | None:
+    """All values of a file in NumPy's format; None where it holds no ``count`` of float32.
+    Raises OSError, ValueError: it cannot be read."""
+    with open_regular(path) as file:
+        npy.read_magic(file)
+        shape, _, dtype = npy.read_array_header_1_0(file)
+        if shape != (count,) or dtype != np.float32:
+            return None
+        values = np.frombuffer(file.read(4 * count + 1), np.float32)
+    return values if len(values) == count else None

@@ -4,7 +4,6 @@ Templates run in a sandbox (:mod:`llmc.runtime.text.sandbox`) and are given plai
 """
 
 import json
-import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -16,7 +15,7 @@ import jinja2.meta
 import jinja2.nodes
 
 from llmc.errors import BundleError, RequestError, UsageError, format_value
-from llmc.runtime.text.control_tokens import FIRST_STAND, LAST_STAND, ControlTokens, Disguise
+from llmc.runtime.text.control_tokens import FIRST_STAND, LAST_STAND, ControlTokens, Disguise, Finder
 from llmc.runtime.text.sandbox import Sandbox
 from llmc.runtime.text.tokenizer import CONFIG_FILE, REMEDY, Tokenizer, read_tokenizer_config
 
@@ -192,16 +191,14 @@ def _read_templates(folder: Path) -> dict[str, str]:
             raise BundleError(f"{file} cannot be read ({error}); {REMEDY}") from error
     found = read_tokenizer_config(folder).get("chat_template")
     if found is None:
-        raise RequestError(f"{folder}: the model has no chat template; pass a prompt instead of messages")
+        raise RequestError("the model has no chat template; pass a prompt instead of messages")
     try:
         templates = {"default": found} if isinstance(found, str) else {each["name"]: each["template"] for each in found}
     except (TypeError, KeyError) as error:
         raise BundleError(f"{folder / CONFIG_FILE}: chat_template is neither text nor a list of named texts") from error
     if "default" not in templates:
         names = ", ".join(templates)
-        raise RequestError(
-            f"{folder}: none of the model's chat templates ({names}) is the default; pass a prompt instead"
-        )
+        raise RequestError(f"none of the model's chat templates ({names}) is the default; pass a prompt instead")
     return templates
 
 
@@ -337,8 +334,11 @@ class _Copies:
         return copied, self.plain(item, f"{where}.{key if isinstance(key, str) else format_value(key):.40}", depth + 1)
 
 
+_WORDS = Finder(r"\S{1,256}", 256)
+
+
 def _hide_all(text: str) -> str:
-    return re.sub(r"\S", chr(LAST_STAND), text)
+    return _WORDS.sub(lambda match: chr(LAST_STAND) * len(match[0]), text)
 
 
 def _line(message: object) -> str:

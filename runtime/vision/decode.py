@@ -1,13 +1,18 @@
 """Images from files, bytes, arrays and Pillow's own objects: upright RGB pixels, within bounds."""
 
+import ctypes
 import io
 import os
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmc.errors import LlmcError, RequestError, UsageError, format_value, require, text_of
+from llmc.errors import LlmcError, RequestError, ResourceError, UsageError, format_value, require, text_of
 from llmc.strict import read_bytes
 
 if TYPE_CHECKING:
@@ -15,13 +20,38 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 LARGEST_FILE = 20 << 20  # bytes
-# Those of a telephone with 48 megapixels. In memory each takes 3 or 4 bytes, some steps hold two copies.
+# Those of a telephone with 48 megapixels.
 MOST_PIXELS = 50_000_000
+# Of a WebP, whose decoder holds four copies, and all other threads of Python while it makes one of them (70 ms).
+MOST_WEBP_PIXELS = 17_000_000
+# A longer side divided by the shorter one. Resizing computes weights for each pixel of a side, so that a line of 20
+# million pixels would take a gigabyte. Source: transformers, qwen2_vl.
+MOST_STRETCHED = 200
+# Bytes that an image takes at most while it is decoded and cut: 4 for each pixel as the file has it, 4 as RGB and 2 for
+# what is beside; a progressive JPEG of 50 million pixels takes 456 MB (Pillow 13).
+DECODING_BYTES = 10 * MOST_PIXELS
+# Pixels whose colours are converted in one call, in which no other thread of Python runs: about 3 ms.
+BAND_PIXELS = 1 << 18
 # Parts in which a progressive JPEG comes: encoders write about ten. Each one costs a pass over all pixels (45 ms of 49
 # megapixels) and may take less than a hundred bytes of the file, so 20 MiB of them would be decoded for hours.
 MOST_SCANS = 64
 _SCAN = b"\xff\xda"
 _SEND = f"send a whole {FORMATS[0]}, {FORMATS[1]} or WebP of at most {LARGEST_FILE >> 20} MiB"
+_ORIENTATION = 0x0112
+_ONE = threading.Lock()
+
+
+@contextmanager
+def decoding(name: str) -> Iterator[None]:
+    """Decode and cut one image of the process at a time, so that memory does not grow with requests and models.
+    Raises ResourceError: memory does not suffice."""
+    try:
+        with _ONE:
+            yield
+            with suppress(AttributeError):  # glibc keeps what a thread freed, for each thread of its own
+                ctypes.CDLL(None).malloc_trim(0)
+    except MemoryError as error:
+        raise ResourceError(f"{name} needs more memory than there is; try again later, or shrink it") from error
 
 
 def open_image(source: Any, name: str = "the image") -> "Image":
@@ -35,36 +65,45 @@ def open_image(source: Any, name: str = "the image") -> "Image":
     Raises:
         MissingExtraError: Pillow is not installed.
         RequestError: it cannot be decoded, moves, or is beyond a bound.
+        ResourceError: memory does not suffice.
         UsageError: it is no image.
     """
     pillow = require("PIL.Image", "vision")
     try:
-        if isinstance(source, np.ndarray):
-            image = _from_array(pillow, source, name)
-        elif isinstance(source, bytes):
-            image = _decode(pillow, source, name)
-        elif isinstance(source, pillow.Image):
-            image = source
-        elif isinstance(source, str | os.PathLike):
-            image = _decode(pillow, read_bytes(Path(source), LARGEST_FILE), name)
-        else:
-            expected = "the path of a file, its bytes, an array of bytes or an image of Pillow's"
-            raise UsageError(f"{name} is {format_value(source)}, expected {expected}")
-        _check_pixels(image.size, name)
-        return _to_rgb(pillow, image)
-    except LlmcError:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # there may be one for each of thousands of damaged tags
+            return _to_rgb(pillow, _open(pillow, source, name))
+    except (LlmcError, MemoryError):
         raise
+    except pillow.UnidentifiedImageError as error:
+        raise RequestError(f"{name} cannot be read (it is of another format, or damaged); {_SEND}") from error
     except (OSError, ValueError) as error:
         raise RequestError(f"{name} cannot be read ({error!s:.200}); {_SEND}") from error
     except Exception as error:  # decoders raise anything for files that are damaged
         raise RequestError(f"{name} cannot be decoded ({text_of(error):.200}); {_SEND}") from error
 
 
+def _open(pillow: Any, source: Any, name: str) -> "Image":
+    if isinstance(source, np.ndarray):
+        image = _from_array(pillow, source, name)
+    elif isinstance(source, bytes):
+        image = _decode(pillow, source, name)
+    elif isinstance(source, pillow.Image):
+        image = source
+    elif isinstance(source, str | os.PathLike):
+        image = _decode(pillow, read_bytes(Path(source), LARGEST_FILE), name)
+    else:
+        expected = "the path of a file, its bytes, an array of bytes or an image of Pillow's"
+        raise UsageError(f"{name} is {format_value(source)}, expected {expected}")
+    _check_size(image.size, name)
+    return image
+
+
 def _from_array(pillow: Any, pixels: "np.ndarray[Any, Any]", name: str) -> "Image":
     if pixels.dtype != np.uint8 or pixels.shape[2:] not in ((), (3,), (4,)) or pixels.ndim < 2 or 0 in pixels.shape:
         found = f"an array of {pixels.dtype} {list(pixels.shape)}"
         raise UsageError(f"{name} is {found:.200}, expected uint8 [height, width], with 3 or 4 channels or without")
-    _check_pixels((pixels.shape[1], pixels.shape[0]), name)
+    _check_size((pixels.shape[1], pixels.shape[0]), name)
     image: Image = pillow.fromarray(pixels)
     return image
 
@@ -74,7 +113,7 @@ def _decode(pillow: Any, content: bytes, name: str) -> "Image":
     if len(content) > LARGEST_FILE:
         raise RequestError(f"{name} has {len(content)} bytes; {_SEND}")
     image: Image = pillow.open(io.BytesIO(content), formats=FORMATS)
-    _check_pixels(image.size, name)
+    _check_size(image.size, name, MOST_WEBP_PIXELS if image.format == "WEBP" else None)
     if image.format in ("PNG", "WEBP") and getattr(image, "n_frames", 1) > 1:  # a JPEG's other ones are previews
         raise RequestError(f"{name} is animated, expected one that stands still; send one of its frames")
     if image.format not in ("PNG", "WEBP") and (scans := content.count(_SCAN)) > MOST_SCANS:
@@ -82,20 +121,49 @@ def _decode(pillow: Any, content: bytes, name: str) -> "Image":
     return image
 
 
-def _check_pixels(size: tuple[int, int], name: str) -> None:
+def _check_size(size: tuple[int, int], name: str, most: int | None = None) -> None:
+    """Refuse an image by its header. Raises RequestError: it has too many pixels, or is no more than a line."""
+    most = MOST_PIXELS if most is None else most
     width, height = size
-    if width * height > MOST_PIXELS:
+    if width * height > most:
         raise RequestError(
-            f"{name} has {width} x {height} pixels, at most {MOST_PIXELS // 1_000_000} million are taken; shrink it"
+            f"{name} has {width} x {height} pixels, at most {most // 1_000_000} million are taken; shrink it"
+        )
+    if max(size) > MOST_STRETCHED * min(size):
+        raise RequestError(
+            f"{name} has {width} x {height} pixels, expected sides of which none is more than {MOST_STRETCHED} times "
+            "as long as the other; cut it into pieces"
         )
 
 
 def _to_rgb(pillow: Any, image: "Image") -> "Image":
-    from PIL import ImageOps
+    """Turn an image upright and convert its colours, a band of rows at a time."""
+    image.load()
+    turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+    image = image.transpose(pillow.Transpose[turn]) if turn else image
+    clear = "A" in image.getbands() or image.info.get("transparency") is not None
+    if image.mode == "RGB" and not clear:
+        return image
+    found: Image = pillow.new("RGB", image.size, None)
+    rows = max(1, BAND_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        band = image.crop((0, top, image.width, min(image.height, top + rows)))
+        found.paste(_on_white(pillow, band) if clear else band.convert("RGB"), (0, top))
+    return found
 
-    image = ImageOps.exif_transpose(image)
-    if "A" not in image.getbands() and image.info.get("transparency") is None:
-        return image.convert("RGB")
-    white = pillow.new("RGBA", image.size, "white")
-    composed: Image = pillow.alpha_composite(white, image.convert("RGBA"))
+
+def _on_white(pillow: Any, image: "Image") -> "Image":
+    composed: Image = pillow.alpha_composite(pillow.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return composed.convert("RGB")
+
+
+# How an image is turned by what a camera says of it. Source: Exif 2.32, as PIL.ImageOps.exif_transpose reads it.
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}

@@ -9,26 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.errors import RequestError, require
+from llmc.errors import require
 from llmc.inventory import Patching, Vision
 from llmc.runtime.vision.tiles import Tiles, by_channel, cut_cells, normalize
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# A longer side divided by the shorter one. Source: transformers, qwen2_vl.
-MOST_STRETCHED = 200
 
-
-def cut_patches(image: "Image", vision: Vision, patching: Patching, name: str = "the image") -> Tiles:
-    """Resize an RGB image as the family's processor does, and cut a large one into tiles as well.
-
-    Raises RequestError: one of its sides is more than 200 times as long as the other."""
-    if max(image.size) > MOST_STRETCHED * min(image.size):
-        raise RequestError(
-            f"{name} has {image.width} x {image.height} pixels, expected sides of which none is more than "
-            f"{MOST_STRETCHED} times as long as the other; cut it into pieces"
-        )
+def cut_patches(image: "Image", vision: Vision, patching: Patching) -> Tiles:
+    """Resize an RGB image as the family's processor does, and cut a large one into tiles as well."""
     resample = require("PIL.Image", "vision").Resampling[patching.filter.upper()]
     whole = by_channel(image.resize(_find_size(*image.size, vision.square, patching), resample))
     rounded = (max(vision.patch, round(side / vision.square) * vision.square) for side in image.size)

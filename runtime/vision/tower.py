@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from llmc.errors import ContextError, EngineClosedError, RequestError, UsageError
 from llmc.inventory import Vision
-from llmc.runtime.vision.decode import open_image
+from llmc.runtime.vision.decode import decoding, open_image
 from llmc.runtime.vision.patches import cut_patches, make_feeds
 from llmc.runtime.vision.rows import ImageRows, make_names, place_tokens
 from llmc.runtime.vision.tiles import Tiles, count_rows, cut_tiles, write_markers
@@ -21,8 +21,8 @@ KEPT_BYTES = 64_000_000
 
 
 class Tower:
-    """Rows of embeddings of images. Any thread may call it: one image at a time is decoded or computed, a tile in each
-    call, so that neither memory nor results depend on what else comes.
+    """Rows of embeddings of images. Any thread may call it: one image at a time is decoded, and one of this tower
+    computed, a tile in each call, so that neither memory nor results depend on what else comes.
 
     Args:
         vision: the tower's sizes and the settings of its images.
@@ -49,6 +49,7 @@ class Tower:
 
         Raises:
             RequestError, UsageError: the template did not write all images, or one cannot be taken.
+            ResourceError: memory does not suffice for one.
             ContextError: images have more tokens than the context.
         """
         vision, seen, tokens = self._vision, list[Tiles](), 0
@@ -59,9 +60,8 @@ class Tower:
                 "images into messages of the user"
             )
         for number, image in enumerate(images, 1):
-            with self._lock:
-                opened, steps = open_image(image, name := f"image {number}"), vision.patching
-                seen.append(cut_patches(opened, vision, steps, name) if steps else cut_tiles(opened, vision))
+            with decoding(name := f"image {number}"):
+                seen.append(_see(image, vision, name))
             if (tokens := tokens + count_rows(seen[-1], vision)) >= max_context:
                 raise ContextError(
                     f"the first {number} of {len(images)} images have {tokens} tokens, which leaves no room in a "
@@ -118,6 +118,12 @@ class Tower:
     def close(self) -> None:
         """Free the graph, once the tile that is being computed is."""
         self._run = None
+
+
+def _see(source: Any, vision: Vision, name: str) -> Tiles:
+    """An image as a tower sees it; nothing else of it stays."""
+    image = open_image(source, name)
+    return cut_patches(image, vision, vision.patching) if vision.patching else cut_tiles(image, vision)
 
 
 # Parts for which templates write placeholders that nothing would fill; how services call images among them.

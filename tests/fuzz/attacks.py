@@ -8,13 +8,16 @@ Nothing here is stored: bodies are made when they are sent.
 """
 
 import argparse
+import base64
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -29,10 +32,25 @@ TRIES = 3  # a busy machine keeps /health waiting in some of them, a body that h
 PAUSE_S = 0.004  # between two looks at /health
 VALUES, TEXTS = 999_000, 65_000  # nearly as many as a body may hold
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+OLLAMA = "/api/chat"
 USER = {"role": "user", "content": "a"}
 TOOL = {"type": "function", "function": {"name": "f"}}
 FLAT = {"type": "function", "name": "f"}
 TOP = {"model": "tiny", "max_tokens": 1}
+CHATS: dict[str, Any] = {"messages": [USER], "max_tokens": 1}
+
+
+# Each once held some step of a chat for longer than another one of the same bytes.
+CHARACTERS = {
+    "one rare character": "\u0f3c",
+    "emoji": "\U0001f9ff",
+    "accents": "\u0301",
+    "letters": "a",
+    "brackets": "<",
+    "beginnings of control tokens": "<|",
+    "turned directions": "\u202e",
+    "ends of lines": "\n",
+}
 
 
 @dataclass(frozen=True)
@@ -103,7 +121,7 @@ def attacks() -> dict[str, Attack]:
     def add(name: str, path: str, body: Callable[[], bytes], **rest: Any) -> None:
         found[name] = Attack(path, body, **rest)
 
-    chat: dict[str, Any] = {"messages": [USER], "max_tokens": 1}
+    chat = CHATS
     text: dict[str, Any] = {"prompt": "a", "max_tokens": 1}
     answer: dict[str, Any] = {"input": "a", "max_output_tokens": 1}
     anthropic: dict[str, Any] = {**TOP, "messages": [USER]}
@@ -119,7 +137,6 @@ def attacks() -> dict[str, Attack]:
     add("a million members", CHAT, lambda: named("@", 700_000))
     add("unknown members", CHAT, lambda: named("@", TEXTS))
     add("escaped characters", COMPLETIONS, lambda: b'{"prompt":"' + b"\\ud83d\\ude00" * 690_000 + b'"}')
-    # ------------------------------------------------------------------------------------------------------- texts
     for path, body, names in (
         (COMPLETIONS, text, ("prompt", "grammar")),
         (RESPONSES, answer, ("input",)),
@@ -216,7 +233,121 @@ def attacks() -> dict[str, Attack]:
     }
     for name, body in frames.items():
         add(f"frames: {name}", RESPONSES, body, method="GET")
+    return {**found, **texts(), **lists()}
+
+
+def texts() -> dict[str, Attack]:
+    """Texts of 8 MB in every dialect and of many alphabets."""
+    found: dict[str, Attack] = {}
+
+    def add(name: str, path: str, body: Callable[[], bytes], **rest: Any) -> None:
+        found[name] = Attack(path, body, **rest)
+
+    add("a name of millions of unprintable characters", CHAT, lambda: b'{"' + "\u202e".encode() * 2_600_000 + b'":1}')
+    for name, character in CHARACTERS.items():
+        for path, body in (
+            (CHAT, {"messages": [{"role": "user", "content": "@"}]}),
+            (MESSAGES, {**TOP, "messages": [{"role": "user", "content": "@"}]}),
+            (RESPONSES, {"input": "@"}),
+            (OLLAMA, {"model": "tiny", "messages": [{"role": "user", "content": "@"}]}),
+        ):
+            add(f"{path} of {name}", path, lambda body=body, c=character: texted(body, c))  # type: ignore[misc]
+    for name in ("tokens", "truncated"):
+        cut = {"on_overflow": "truncate_left"} if name == "truncated" else {}
+        said = {"messages": [{"role": "user", "content": "@"}], "max_tokens": 1, **cut}
+        add(f"a message of control tokens, {name}", CHAT, lambda said=said: texted(said, "<|im_end|>"))  # type: ignore[misc]
+    tool = {"type": "function", "function": {"name": "f", "description": "@"}}
+    add("a tool's description of 8 MB", CHAT, lambda: texted({**CHATS, "tools": [tool]}, "\u0f3c"))
+    for name in ("model", "user", "regex", "grammar", "json_schema"):
+        add(f"{name} of 8 MB", CHAT, lambda name=name: texted({**CHATS, name: "@"}, "\u0f3c"))  # type: ignore[misc]
     return found
+
+
+def lists() -> dict[str, Attack]:
+    """Lists of ids, images, words and members without end."""
+    found: dict[str, Attack] = {}
+
+    def add(name: str, path: str, body: Callable[[], bytes], **rest: Any) -> None:
+        found[name] = Attack(path, body, **rest)
+
+    for name, item in (("small ids", 5), ("large ids", 123_456), ("fractions", 1.5), ("lists of ids", [5])):
+        add(name, COMPLETIONS, lambda item=item: filled({"prompt": "@", "max_tokens": 1}, item, VALUES))  # type: ignore[misc]
+    for path, name in (("/api/generate", "context"), (CHAT, "stop_token_ids")):
+        body = {"model": "tiny", "prompt": "a"} if name == "context" else {**CHATS}
+        add(f"{name} of ids", path, lambda body=body, name=name: filled({**body, name: "@"}, 5, VALUES))  # type: ignore[misc]
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    add("image parts", CHAT, lambda: filled({"messages": [{"role": "user", "content": "@"}]}, image, 8_000))
+    source = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    add(
+        "image blocks", MESSAGES, lambda: filled({**TOP, "messages": [{"role": "user", "content": "@"}]}, source, 7_000)
+    )
+    seen = {"model": "tiny", "messages": [{"role": "user", "content": "a", "images": "@"}]}
+    add("images", OLLAMA, lambda: filled(seen, "AAAA", 60_000))
+    add(
+        "images beside a prompt",
+        "/api/generate",
+        lambda: filled({"model": "tiny", "prompt": "a", "images": "@"}, "", 60_000),
+    )
+    for name in ("bad_words", "choice", "dry_sequence_breakers"):
+        add(f"{name} of 65,000", CHAT, lambda name=name: filled({**CHATS, name: "@"}, "ab", TEXTS))  # type: ignore[misc]
+        add(f"{name} of 100 KB", CHAT, lambda name=name: filled({**CHATS, name: "@"}, "ab" * 50_000, 79))  # type: ignore[misc]
+    add("enum of numbers", CHAT, lambda: filled({**CHATS, "json_schema": {"enum": "@"}}, 5, VALUES))
+    add("options", OLLAMA, lambda: named({"model": "tiny", "messages": [USER], "options": "@"}, TEXTS))
+    add("queries", f"{CHAT}?{'&'.join(['a=1'] * 7_000)}", lambda: written(CHATS))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ images
+
+
+def png(
+    width: int, height: int, *, depth: int = 8, colour: int = 2, interlaced: bool = False, whole: bool = True
+) -> bytes:
+    """A PNG of black pixels of a colour type; not ``whole``: of next to nothing."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    channels = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[colour]
+    size = height * (1 + -(-width * channels * depth // 8)) * (2 if interlaced else 1)
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, interlaced))
+    palette = chunk(b"PLTE", bytes(768)) + chunk(b"tRNS", bytes(256)) if colour == 3 else b""
+    packed = zlib.compress(bytes(size if whole else 99), 1)
+    return b"\x89PNG\r\n\x1a\n" + head + palette + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
+
+
+LARGE = 7_000  # of a side: 49 million pixels
+IMAGES: dict[str, Callable[[], bytes]] = {
+    "a line of 20 million pixels": lambda: png(20_000_000, 1, colour=0),
+    "a column of 20 million pixels": lambda: png(1, 20_000_000, colour=0),
+    "a line of 50 million pixels": lambda: png(50_000_000, 1, colour=0),
+    "more pixels than any memory": lambda: png(2**31 - 1, 2**31 - 1, whole=False),
+    "a header alone": lambda: png(LARGE, LARGE, whole=False),
+    "grey": lambda: png(LARGE, LARGE, colour=0),
+    "one bit": lambda: png(LARGE, LARGE, depth=1, colour=0),
+    "16 bits of grey": lambda: png(LARGE, LARGE, depth=16, colour=0),
+    "colours": lambda: png(LARGE, LARGE),
+    "16 bits of colours": lambda: png(LARGE, LARGE, depth=16),
+    "a transparent palette": lambda: png(LARGE, LARGE, colour=3),
+    "grey with alpha": lambda: png(LARGE, LARGE, colour=4),
+    "alpha": lambda: png(LARGE, LARGE, colour=6),
+    "interlaced alpha": lambda: png(LARGE, LARGE, colour=6, interlaced=True),
+    "half a file": lambda: png(LARGE, LARGE)[:20_000],
+    "a film": lambda: b"GIF89a" + struct.pack("<HH", 9, 9) + bytes(99),
+    "another format": lambda: b"II*\0" + bytes(999),
+}
+
+
+def images(model: str) -> dict[str, Attack]:
+    """Requests with one image, and eight at once with two large ones each; for a model that sees."""
+
+    def body(*contents: bytes) -> bytes:
+        urls = [f"data:image/png;base64,{base64.b64encode(content).decode()}" for content in contents]
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        return written({"model": model, "messages": [{"role": "user", "content": parts}], "max_tokens": 1})
+
+    found = {f"an image: {name}": Attack(CHAT, lambda make=make: body(make())) for name, make in IMAGES.items()}  # type: ignore[misc]
+    return {**found, "eight requests of two images": Attack(CHAT, lambda: body(*[IMAGES["grey"]()] * 2), times=8)}
 
 
 def stored(watch: "Watch") -> dict[str, Attack]:
@@ -315,10 +446,15 @@ class Watch:
 
     def peak(self) -> int:
         """Bytes that the server held at most since then."""
-        line = next(
-            line for line in Path(f"/proc/{self.pid}/status").read_text().splitlines() if line.startswith("VmHWM")
-        )
-        return int(line.split()[1]) << 10
+        return self._read("VmHWM")
+
+    def resident(self) -> int:
+        """Bytes that the server holds now."""
+        return self._read("VmRSS")
+
+    def _read(self, name: str) -> int:
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith(name)).split()[1]) << 10
 
     def send(self, attack: Attack, body: bytes) -> str:
         """The status, the beginning and the size of the answer to a request."""
@@ -360,18 +496,19 @@ def main() -> None:
     asked.add_argument("bundle", type=Path)
     asked.add_argument("--embed", type=Path)
     asked.add_argument("--rank", type=Path)
+    asked.add_argument("--see", type=Path)
     asked.add_argument("--only", default="")
     asked.add_argument("--most-ms", type=float, default=100.0, help="tried again where it is more")
     given = asked.parse_args()
     from doubles.services import service_process
 
-    models = {"tiny": given.bundle, "embed": given.embed, "rank": given.rank}
+    models = {"tiny": given.bundle, "embed": given.embed, "rank": given.rank, "see": given.see}
     with service_process(models={name: str(path) for name, path in models.items() if path}) as process:
         watch = Watch(process.address, process.popen.pid)
         with watch.watching() as idle:
             time.sleep(2)
         print(f"idle: /health took {max(idle) * 1e3:.0f} ms at most")
-        for name, attack in {**attacks(), **stored(watch)}.items():
+        for name, attack in {**attacks(), **stored(watch), **(images("see") if given.see else {})}.items():
             if given.only in name:
                 held = watch.least_held(attack, given.most_ms / 1e3)
                 print(

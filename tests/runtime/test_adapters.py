@@ -1,7 +1,10 @@
 """Adapters beside a loaded model: what PEFT computes, each row its own, and what is refused."""
 
 import json
+import os
 import shutil
+import socket
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +25,7 @@ from llmc.optimize.build import build
 from llmc.runtime import Model, load
 from llmc.runtime.api.options import Determinism
 from llmc.runtime.sessions import Batch, Phase
+from llmc.runtime.sessions.adapters import Adapters
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # of PEFT
 # Of log-probabilities in float32, whose sums are made in another order than transformers': 5e-6 here. Factors that are
@@ -301,6 +305,41 @@ def test_a_folder_that_does_not_fit_is_refused_and_others_go_on(what, model, bun
             found.load_adapter("sql", folder)
         assert found.adapters == {}
         assert tokens(running.result()) == tokens(submit(model, None).result())
+
+
+@pytest.mark.parametrize("file", [FACTORS_FILE, "adapter.json"])
+@pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "device", "link to a device", "link out", "nothing"])
+def test_what_is_no_file_of_the_folder_is_refused_at_once(kind, file, bundles, tmp_path):
+    folder = shutil.copytree(place(bundles, "sql"), tmp_path / "sql")
+    path = (folder / file).rename(tmp_path / "outside").parent / "sql" / file
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "socket":
+            with socket.socket(socket.AF_UNIX) as made:
+                made.bind(str(path))
+        case "folder":
+            path.mkdir()
+        case "device":
+            try:
+                os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero, which never ends
+            except PermissionError:
+                pytest.skip("only root makes devices")
+        case "link to a device":
+            path.symlink_to("/dev/zero")
+        case "link out":
+            path.symlink_to(tmp_path / "outside")
+    found = Adapters(read_bundle(bundles / "fp32"), lambda: None)
+    with pytest.raises(BundleError, match=r"no regular file|leads out|Is a directory|No such file|No such device"):
+        found.load("sql", folder)
+    assert found.loaded == {}
+
+
+def test_an_adapter_whose_file_is_cut_short_meanwhile_goes_on(bundles, model, tmp_path):
+    folder = shutil.copytree(place(bundles, "sql"), tmp_path / "sql")
+    with load(bundles / "fp32", adapters={"sql": folder}, self_test=False) as found:
+        os.truncate(folder / FACTORS_FILE, 100)
+        assert tokens(submit(found, "sql").result()) == tokens(submit(model, "sql").result())
 
 
 def pair(module: str = Q, outputs: int = 256, inputs: int = 256, rank: int = 8) -> dict[str, Any]:

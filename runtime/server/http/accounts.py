@@ -217,6 +217,12 @@ def key_name() -> str | None:
     return client.key.name if client and client.key else None
 
 
+def lowest_priority() -> int:
+    """The lowest priority, which is the soonest turn, that the present client may ask for."""
+    client = CLIENT.get()
+    return client.key.lowest_priority if client and client.key else 0
+
+
 def check_model(name: str) -> None:
     """Refuse a model that the present client's key is not for. Raises ApiError: 403, with the models that it is for."""
     client = CLIENT.get()

@@ -16,8 +16,8 @@ from llmc.runtime.server.http.aside import LARGE, aside, mark
 from llmc.runtime.server.http.errors import ApiError, refuse
 
 # Values take some fifty times the bytes of "[]," once Python holds them; no request of the API has nearly as many, but
-# for prompts of token ids, of which a million is more than any context.
-MOST_VALUES = 1_000_000
+# for prompts of token ids. So many are checked in 30 ms, in which nothing else of Python runs.
+MOST_VALUES = 300_000
 # Texts, names of members among them, and as many objects and arrays. One object of so many members is read in 20 ms, in
 # which nothing else of Python runs.
 MOST_PARTS = 1 << 16

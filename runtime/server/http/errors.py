@@ -17,6 +17,7 @@ from llmc.errors import (
     EngineClosedError,
     GrammarError,
     LlmcError,
+    NonFiniteError,
     QueueFullError,
     RequestError,
     ResourceError,
@@ -30,6 +31,7 @@ STATUSES: tuple[tuple[type[LlmcError], int], ...] = (
     (DeadlineError, 504),
     (EngineClosedError, 503),
     (CancelledError, 499),  # nginx's number for a client that closed the connection
+    (NonFiniteError, 500),
     (ResourceError, 503),
     (UsageError, 400),
     (RequestError, 400),

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from llmc.runtime.server.http.errors import ApiError
 
+MOST_IMAGES = 256  # of a message; each takes 64 tokens of most models
 # An address that holds an image itself.
 DataUrl = Annotated[
     str, Field(pattern="^data:image/(png|jpe?g|webp);base64,", description="the image itself; nothing is fetched")

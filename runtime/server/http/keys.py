@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmc.errors import UsageError
+from llmc.runtime.api.request import MOST_PRIORITY
 from llmc.runtime.sampling.ranges import FLAG, Range, integer
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.errors import ApiError, refuse
@@ -22,6 +23,7 @@ from llmc.strict import TomlError, open_regular, parse_toml
 T = TypeVar("T")
 MOST_BYTES = 1 << 20  # of the file
 MOST_KEYS = 1000  # each is compared with what every request brings: 1000 take about half a millisecond
+MOST_RATE = 10**12  # a minute; buckets count in floats
 SHORTEST = 16  # characters of a key; what people think up is guessed
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 _KEY = re.compile(rf"[!-~]{{{SHORTEST},512}}")
@@ -33,8 +35,9 @@ _VALUES = {
         "a list of names",
         lambda value: isinstance(value, list) and bool(value) and all(type(name) is str for name in value),
     ),
-    "requests_per_minute": integer(1),
-    "tokens_per_minute": integer(1),
+    "requests_per_minute": integer(1, MOST_RATE),
+    "tokens_per_minute": integer(1, MOST_RATE),
+    "lowest_priority": integer(-MOST_PRIORITY, MOST_PRIORITY),
     "admin": FLAG,
     "local_only": FLAG,
     "raw_special": FLAG,
@@ -50,6 +53,7 @@ class Key:
         digest: SHA-256 of the key; the key itself is not kept.
         models: names that it may use; None: all.
         requests_per_minute, tokens_per_minute: None: as the settings say.
+        lowest_priority: what its requests may ask for; lower ones have their turn sooner.
         admin: it may load and unload models.
         local_only: nothing of its requests goes to the upstream.
         raw_special: its prompts of completions may spell control tokens, where the settings let them.
@@ -60,6 +64,7 @@ class Key:
     models: frozenset[str] | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    lowest_priority: int = 0
     admin: bool = False
     local_only: bool = False
     raw_special: bool = True
@@ -160,8 +165,7 @@ def _key(named: str, name: str, table: Any) -> Key:
         raise UsageError(f"{where}: expected a table with key or sha256")
     if unknown := table.keys() - {"key", "sha256", *_VALUES}:
         raise UsageError(
-            f"{where}: unknown entry {min(unknown)!r:.60}, expected key or sha256, and models, requests_per_minute, "
-            "tokens_per_minute, admin, local_only or raw_special"
+            f"{where}: unknown entry {min(unknown)!r:.60}, expected key or sha256, and any of {', '.join(_VALUES)}"
         )
     for entry, values in _VALUES.items():
         if entry in table:

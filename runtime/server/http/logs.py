@@ -1,6 +1,8 @@
 """The log of the service: a line for each request, with its id and never its text, and whatever else logs beside it."""
 
+import json
 import logging
+import re
 import sys
 import time
 import traceback
@@ -12,7 +14,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llmc.errors import LlmcError
+from llmc.errors import LlmcError, printable
 from llmc.runtime.api.handle import Handle
 from llmc.runtime.observe.tracing import JsonFormatter, continue_trace, event, fields_of
 
@@ -20,6 +22,7 @@ log = logging.getLogger(__name__)
 
 LOGGED_BYTES = 64 << 10  # of what is received, and of what is sent, where they are logged on purpose
 LEVELS = {"llmc": logging.INFO, "uvicorn": logging.INFO, "llmc.runtime.engine.output_processor": logging.WARNING}
+_PLAIN = re.compile(r"[\w.:/@+-]+", re.ASCII)
 # Requests of supervisors, every few seconds each: their lines would bury the others.
 QUIET = frozenset({"/health", "/ready", "/metrics"})
 
@@ -164,12 +167,26 @@ def _drop_missing(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class TextFormatter(logging.Formatter):
-    """Lines for people: time, level, message, and the fields of the event as ``name=value``."""
+    """Lines for people: time, level, message, and the fields of the event as ``name=value``.
+
+    What clients wrote is part of its line and of its field: a value of more than one plain word is a text of JSON, ends
+    of lines are escapes, and lines of a traceback are indented.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        named = " ".join(f"{name}={value}" for name, value in fields_of(record).items())
-        line = f"{self.formatTime(record, '%H:%M:%S')} {record.levelname:<7} {record.getMessage()} {named}".rstrip()
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        fields = dict(fields_of(record))
+        traces = [str(fields.pop("traceback", ""))]
+        if record.exc_info:
+            traces.append(self.formatException(record.exc_info))
+        named = " ".join(f"{name}={_show_value(value)}" for name, value in fields.items())
+        message = printable(record.getMessage()).replace("\n", "\\n")
+        line = f"{self.formatTime(record, '%H:%M:%S')} {record.levelname:<7} {message} {named}".rstrip()
+        return "\n".join([line, *(f"  {each}" for trace in traces for each in printable(trace).splitlines())])
+
+
+def _show_value(value: object) -> str:
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(value, default=str)
 
 
 @contextmanager

@@ -115,7 +115,7 @@ def _show_value(value: Any) -> str:
 def _format_place(place: Place) -> str | None:
     """A place as OpenAI writes it: ``messages[0].content``."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
-    return printable(text)[:LONGEST_PARAM] or None
+    return printable(text[:LONGEST_PARAM])[:LONGEST_PARAM] or None
 
 
 def _place(fault: Mapping[str, Any], body: Any) -> Place:

@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from starlette.types import Scope
 
-from llmc.runtime.server.http.accounts import allows_model
+from llmc.runtime.server.http.accounts import allows_model, check_model
 from llmc.runtime.server.http.errors import ApiError, no_route
 from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.models.service import Served, Service
@@ -36,8 +36,14 @@ router = APIRouter(prefix=PREFIX, tags=["Administration"], dependencies=[Depends
 
 
 def _state(service: Service, name: str) -> dict[str, Any]:
-    adapters = [adapter for adapter, base in service.pool.adapters.items() if base == name]
+    adapters = [it for it, base in service.pool.adapters.items() if base == name and allows_model(it)]
     return {"id": name, **asdict(service.pool.states()[name]), "adapters": adapters}
+
+
+def _note_adapter(service: Service, name: str, adapter: str) -> None:
+    """Log a model and its adapter. Raises ApiError: there is no such model, or the key is for one of them alone."""
+    note(model=service.name(name, adapters=False), adapter=adapter[:80])
+    check_model(adapter[:80])
 
 
 @router.get("")
@@ -55,7 +61,7 @@ async def models(service: Served) -> dict[str, Any]:
 @router.post("/{name:path}/adapters/{adapter}/load")
 async def load_adapter(name: str, adapter: str, service: Served) -> dict[str, Any]:
     """Let requests name an adapter that is in a model's bundle; the model is loaded if it is not."""
-    note(model=service.name(name, adapters=False), adapter=adapter[:80])
+    _note_adapter(service, name, adapter)
     await service.pool.load_adapter(name, adapter)
     return _state(service, name)
 
@@ -63,7 +69,7 @@ async def load_adapter(name: str, adapter: str, service: Served) -> dict[str, An
 @router.post("/{name:path}/adapters/{adapter}/unload")
 async def unload_adapter(name: str, adapter: str, service: Served) -> dict[str, Any]:
     """Take no more requests for an adapter; those that have it go on."""
-    note(model=service.name(name, adapters=False), adapter=adapter[:80])
+    _note_adapter(service, name, adapter)
     await service.pool.unload_adapter(name, adapter)
     return _state(service, name)
 

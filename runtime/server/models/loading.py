@@ -1,6 +1,7 @@
 """Bundles as the options of a service load them: their manifests, what they need of memory, and their models."""
 
 import logging
+import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,6 +11,7 @@ from typing import Any
 
 from llmc.bundle import Manifest, publication, read_bundle
 from llmc.errors import BundleError, LlmcError, RequestError, UsageError, text_of
+from llmc.runtime.api import DRAFT_WORDS
 from llmc.runtime.api.options import PREFIX_OPTIONS, EngineOptions, row_limit
 from llmc.runtime.model import MemoryNeed, Model, load, memory_need
 from llmc.runtime.sessions.staged import plan_together, read_stages
@@ -89,9 +91,13 @@ class Loader:
 
 
 def hide_folder(error: Exception, folder: object, name: str) -> None:
-    """Put a name in place of a folder in an error's text: clients read it, and may not learn the server's folders."""
-    if isinstance(error, LlmcError) and str(folder) not in ("None", "none", "auto", "lookup", ".", ".."):
-        error.args = (re.sub(rf"(?<![\w.-]){re.escape(str(folder))}(?![\w.-])", lambda _: name, str(error)),)
+    """Put a name in place of a folder in an error's text, however the folder is spelt: clients read it, and may not
+    learn the server's folders."""
+    if not isinstance(error, LlmcError) or str(folder) in ("None", *DRAFT_WORDS):
+        return
+    spellings = {str(folder), os.path.abspath(str(folder)), os.path.realpath(str(folder))} - {".", "..", "/"}
+    for spelling in sorted(spellings, key=len, reverse=True):
+        error.args = (re.sub(rf"(?<![\w.-]){re.escape(spelling)}(?![\w.-])", lambda _: name, str(error)),)
 
 
 def reason_of(error: Exception) -> str:

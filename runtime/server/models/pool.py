@@ -15,6 +15,7 @@ from llmc.bundle import Manifest, list_adapters, publication
 from llmc.errors import BundleError, EngineClosedError, GpuError, LlmcError, ResourceError, UsageError, format_value
 from llmc.runtime.model import MemoryNeed, Model, default_memory
 from llmc.runtime.observe.tracing import event
+from llmc.runtime.server.http.accounts import allows_model
 from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.models.loading import Loader, hide_folder, reason_of
 from llmc.runtime.text.chat_template import has_template
@@ -225,9 +226,11 @@ class ModelPool:
         loaded = await self._take(place)
         try:
             yield loaded.model
-        except GpuError as error:
-            if error.lost:
+        except LlmcError as error:
+            if isinstance(error, GpuError) and error.lost:
                 self.lost = error
+            hide_folder(error, loaded.model.folder, name)
+            hide_folder(error, place.folder, name)
             raise
         finally:
             self._release(place, loaded)
@@ -450,7 +453,7 @@ class ModelPool:
         async with place.swapping:
             found = self._list_adapters(place, place.folder)
             if adapter not in found:
-                known = ", ".join(found) or "none"
+                known = ", ".join(filter(allows_model, found)) or "none"
                 raise UsageError(
                     f"there is no adapter {format_value(adapter)} in the bundle of {name}, which has {known}; add it "
                     "with llmc adapter add"

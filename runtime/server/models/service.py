@@ -14,9 +14,19 @@ from starlette.requests import Request
 
 from llmc.errors import QueueFullError, format_value
 from llmc.runtime import Handle, Model
-from llmc.runtime.server.http.accounts import allows_model, charge, check_model, key_name, lets_write_special, spend
+from llmc.runtime.api.request import MOST_PRIORITY
+from llmc.runtime.server.http.accounts import (
+    allows_model,
+    charge,
+    check_model,
+    key_name,
+    lets_write_special,
+    lowest_priority,
+    spend,
+)
 from llmc.runtime.server.http.aside import SHORT, aside, room_beside
 from llmc.runtime.server.http.errors import ApiError, name_parameters
+from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.logs import watch
 from llmc.runtime.server.models.response_store import ResponseStore
 
@@ -28,15 +38,38 @@ H = TypeVar("H", bound=Handle)
 T = TypeVar("T")
 GUIDES = ("json_schema", "regex", "grammar", "choice", "tools")  # arguments of which grammars are made
 _PREFIXED = re.compile("(?:call|toolu)_(?=[A-Za-z0-9]{9}$)")
-COMPILERS = 8  # threads; two grammars are tried at once, and each may take seconds
 TURN_POLL_S = 0.01
-MOST_WAITING = 256  # requests for these threads, as many as wait for rows by default
 # Models' work by the kind of their results; None is that of models that generate.
 WORK = {None: "generates text", "embeddings": "embeds texts", "scores": "ranks documents"}
 # Requests for vectors or scores that are computed at once: a model's calls take turns, and a second one tokenizes.
 ENCODING_THREADS = 2
-# Requests that count tokens at once: a text takes a hundred times its memory while it is tokenized.
-TOKENIZING_THREADS = 2
+
+
+class Workers:
+    """Threads for one kind of slow work, of which each key has some at most, so that no key holds up the others.
+
+    Args:
+        kind: the requests with this work, for errors.
+        threads: for all keys together, and for requests without keys.
+        of_key: for each key.
+        waiting: requests of a key that may wait; one more is refused.
+    """
+
+    def __init__(self, kind: str, threads: int, of_key: int, waiting: int) -> None:
+        self._kind, self._of_key, self._waiting = kind, of_key, waiting
+        self._all = CapacityLimiter(threads)
+        self._keys: dict[str, CapacityLimiter] = {}
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """The result of the present client's work. Raises QueueFullError: as many wait already as may."""
+        name = key_name()
+        own = self._all if name is None else self._keys.setdefault(name, CapacityLimiter(self._of_key))
+        if (waiting := own.statistics().tasks_waiting) >= self._waiting:
+            raise QueueFullError(f"{waiting} requests with {self._kind} wait already; try again later")
+        if own is self._all:
+            return await to_thread.run_sync(work, limiter=own)
+        async with own:
+            return await to_thread.run_sync(work, limiter=self._all)
 
 
 class Service:
@@ -48,10 +81,12 @@ class Service:
         self.started = int(time.time())
         self.encoding = CapacityLimiter(ENCODING_THREADS)
         """Threads of requests for vectors and scores, which have no queue of an engine."""
-        self.tokenizing = CapacityLimiter(TOKENIZING_THREADS)
-        """Threads of requests that count tokens and no more."""
-        self.compilers = CapacityLimiter(COMPILERS)
-        """Threads of requests with grammars."""
+        # A text takes a hundred times its memory while it is tokenized.
+        self.tokenizing = Workers("prompts to count", threads=2, of_key=1, waiting=256)
+        # Two grammars are tried at once, and each may take seconds; as many wait as wait for rows by default.
+        self.compilers = Workers("grammars", threads=8, of_key=4, waiting=256)
+        # Images are decoded one at a time, and computed one of each model; those that wait hold their bodies.
+        self.images = Workers("images", threads=4, of_key=2, waiting=64)
         self.responses = ResponseStore(config.response_store_bytes)
         self.draining = False
         """True once the server goes down: what runs is finished, and balancers are to send nobody."""
@@ -138,12 +173,13 @@ class Service:
         ``names``: as of :meth:`submit`."""
         async with self.generator(asked) as model:
             with name_parameters(names):
-                count = await to_thread.run_sync(lambda: len(tokenize(model)), limiter=self.tokenizing)
+                count = await self.tokenizing.run(lambda: len(tokenize(model)))
         spend(tokens=count)
         return count
 
     def bound_sampling(self, sampling: dict[str, Any], prompts: int = 1, *, raw: bool = False) -> dict[str, Any]:
-        """Sampling arguments within what this server lets a request ask for, and the scope of its cached prefixes.
+        """Sampling arguments within what this server lets a request ask for, and the scope of its cached prefixes. A
+        priority before the key's is set to the key's.
 
         Args:
             raw: the prompt goes to the model without a chat template; special tokens that it spells are special tokens
@@ -174,6 +210,9 @@ class Service:
             sampling = {**sampling, "max_tokens": asked}
         if longest is not None:
             sampling = {**sampling, "deadline_s": min(sampling.get("deadline_s", longest), longest)}
+        if -MOST_PRIORITY <= sampling.get("priority", 0) < lowest_priority():
+            ignore("priority")
+            sampling = {**sampling, "priority": lowest_priority()}
         if prompts > 1:
             spend(requests=prompts - 1)
         return {**sampling, "prefix_scope": None if self.config.prefix_cache_scope == "shared" else key_name()}
@@ -190,10 +229,36 @@ class Service:
         model = await held.enter_async_context(self.generator(asked))
         with name_parameters(names):
             call = partial(await aside(partial(make, model)), **self.adapter(asked))
-            handle = await submit_promptly(call, self.compilers)
+            handle = await self.submit_promptly(call)
         held.callback(handle.cancel)
         await self.wait_turn(handle)
         return model, handle
+
+    async def submit_promptly(self, submit: Callable[[], H]) -> H:
+        """A request submitted: at once where it is short, for a thread's waking takes as long as its work, and else in
+        a thread, as tokenizing a prompt, a chat template's work and compiling a grammar may take long.
+
+        Those with a grammar and those with images have threads of their own, so that any number of slow ones keeps
+        no other waiting.
+
+        Args:
+            submit: submits it; all that the client gave is among its arguments, or in a mapping there.
+
+        Raises:
+            QueueFullError: too many wait for these threads already.
+        """
+        given = [*submit.args, submit.keywords] if isinstance(submit, partial) else []
+        if any(map(_hold_image, given)):
+            handle = await self.images.run(submit)
+        elif any(one.get(name) is not None for one in given if isinstance(one, Mapping) for name in GUIDES):
+            handle = await self.compilers.run(submit)
+        elif given and room_beside(given, SHORT) >= 0:
+            handle = submit()
+        else:
+            handle = await to_thread.run_sync(submit)
+        charge(handle)
+        watch(handle)
+        return handle
 
     async def wait_turn(self, *handles: Handle) -> None:
         """Wait for the turn of the first part of a request where the settings bound that wait.
@@ -209,34 +274,6 @@ class Service:
             handle.cancel()
             spend(tokens=-handle.prompt_tokens)
         raise QueueFullError(f"the request waited {most:g} s for its turn, as long as it may; try again later")
-
-
-async def submit_promptly(submit: Callable[[], H], compilers: CapacityLimiter) -> H:
-    """A request submitted: at once where it is short, for a thread's waking takes as long as its work, and else in a
-    thread, as tokenizing a prompt, a chat template's work and compiling a grammar may take long.
-
-    Those with a grammar or an image share threads of their own, so that any number of slow ones keeps nobody else
-    waiting.
-
-    Args:
-        submit: submits it; all that the client gave is among its arguments, or in a mapping there.
-        compilers: the threads of those with a grammar or an image.
-
-    Raises:
-        QueueFullError: too many wait for these threads already.
-    """
-    given = [*submit.args, submit.keywords] if isinstance(submit, partial) else []
-    is_slow = any(one.get(name) is not None for one in given if isinstance(one, Mapping) for name in GUIDES)
-    is_slow = is_slow or any(map(_hold_image, given))
-    if is_slow and (waiting := compilers.statistics().tasks_waiting) >= MOST_WAITING:
-        raise QueueFullError(f"{waiting} requests with grammars or images wait already; try again later")
-    if given and not is_slow and room_beside(given, SHORT) >= 0:
-        handle = submit()
-    else:
-        handle = await to_thread.run_sync(submit, limiter=compilers if is_slow else None)
-    charge(handle)
-    watch(handle)
-    return handle
 
 
 def _hold_image(messages: object) -> bool:

@@ -28,7 +28,7 @@ from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.streams import EventStream, encode_json, guard_chunks, make_answer, unless_gone
 from llmc.runtime.server.http.validation import take_body
-from llmc.runtime.server.models.service import Served, Service, submit_promptly
+from llmc.runtime.server.models.service import Served, Service
 from llmc.runtime.server.openai.logprobs import completion_logprobs, text_offsets
 
 router = APIRouter(tags=["OpenAI"])
@@ -185,7 +185,7 @@ async def _submit_prompts(
     handles = []
     for prompt in prompts:
         with name_parameters({"prompt": "prompt"} | body.form_names):
-            handle = await submit_promptly(partial(model.stream, prompt, **arguments, **adapter), service.compilers)
+            handle = await service.submit_promptly(partial(model.stream, prompt, **arguments, **adapter))
         held.callback(handle.cancel)
         handles.append(handle)
         if body.echo and body.logprobs is not None:

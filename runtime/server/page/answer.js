@@ -41,7 +41,11 @@ function addDelta(answer, { content, reasoning_content: reasoning, tool_calls: c
   return Boolean(content || reasoning || calls?.length);
 }
 
+const MOST_CALLS = 128;
+
+/** Add a part of a call; an upstream may say anything, so an index that is no place among the calls is left out. */
 function addCall(toolCalls, { index = 0, id, function: part = {} }) {
+  if (!Number.isInteger(index) || index < 0 || index > Math.min(toolCalls.length, MOST_CALLS)) return;
   const call = (toolCalls[index] ??= { id: "", type: "function", function: { name: "", arguments: "" } });
   call.id ||= id ?? "";
   call.function.name += part.name ?? "";

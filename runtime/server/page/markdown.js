@@ -9,11 +9,17 @@ const LONGEST = 100_000; // characters of a text
 const LONGEST_INLINE = 2_000; // characters of a paragraph or cell whose marks are read
 const MOST_CELLS = 4_000; // of a table, which is made anew with each token that it gets
 const MOST_ITEMS = 2_000; // of all lists, likewise
+const MOST_BLOCKS = 4_000; // of all kinds, likewise
+const MOST_MARKS = 12_000; // within all lines, likewise
+const MOST_LINES = 8_000; // from the beginning of a list on
 const DEPTH = 8; // of lists and quotes within each other
+// Marked reads most of the rest of a text again for some blocks. A text that takes longer than this is plain, too.
+const LONGEST_MS = 100;
+const SLOW = new Error("a text takes too long to read");
 
 /** Show `text` in `element`, leaving the blocks as they are that did not change. */
 export function showMarkdown(element, text) {
-  const blocks = readBlocks(text);
+  const blocks = readBlocks(text, element);
   const old = [...element.children];
   blocks.forEach((block, at) => {
     if (old[at]?.source === block.raw) return;
@@ -28,15 +34,31 @@ export function showMarkdown(element, text) {
 /** Marked's tokenizer within the bounds above. */
 class Bounded extends Tokenizer {
   depth = 0;
+  blocks = 0;
+  start = performance.now();
+
+  /** The first rule of each block. */
+  space(source) {
+    this.check(++this.blocks > MOST_BLOCKS);
+    return super.space(source);
+  }
+
+  check(isTooMuch) {
+    if (isTooMuch || performance.now() - this.start > LONGEST_MS) throw SLOW;
+  }
 
   table(source) {
-    const [head] = source.split("\n", 1);
-    const rows = source.split(/\n[ \t]*\n/, 1)[0].split("\n").length;
-    return rows * head.split("|").length > MOST_CELLS ? undefined : super.table(source);
+    const head = source.indexOf("\n") + 1;
+    if (!head || !/[ \t|:-]+(?:\n|$)/y.test(source.slice(head, head + LONGEST_INLINE))) return undefined;
+    const rows = source.slice(0, LONGEST).split("\n", MOST_CELLS);
+    const end = rows.findIndex((row) => !row.trim());
+    const columns = rows[0].split("|").length;
+    return (end < 0 ? rows.length : end) * columns > MOST_CELLS ? undefined : super.table(source);
   }
 
   list(source) {
-    return this.within(() => super.list(source));
+    const isLong = source.split("\n", MOST_LINES).length === MOST_LINES;
+    return isLong ? undefined : this.within(() => super.list(source));
   }
 
   blockquote(source) {
@@ -54,17 +76,32 @@ class Bounded extends Tokenizer {
   }
 }
 
-function readBlocks(text) {
+/** The blocks of a text that `element` shows; one that was too slow before is so, whatever follows. */
+function readBlocks(text, element) {
   const source = text.replace(/\r\n?/g, "\n");
-  const items = source.match(/^[ \t>]*(?:[-*+]|\d{1,9}[.)])(?=[ \t])/gm)?.length ?? 0;
-  if (source.length > LONGEST || items > MOST_ITEMS) return [{ type: "code", raw: source, text: source, lang: "" }];
-  const lexer = new Lexer({ gfm: true, breaks: true, tokenizer: new Bounded() });
+  const items = source.match(/^[ \t>]*(?:[-*+]|\d{1,9}[.)])(?=[ \t\n])/gm)?.length ?? 0;
+  const plain = [{ type: "code", raw: source, text: source, lang: "" }];
+  const isSlow = element.slow !== undefined && source.startsWith(element.slow);
+  if (isSlow || source.length > LONGEST || items > MOST_ITEMS) return plain;
+  try {
+    return readTokens(source).filter(isShown);
+  } catch (error) {
+    if (error === SLOW) element.slow = source;
+    return plain; // marked fails on some texts
+  }
+}
+
+function readTokens(source) {
+  const tokenizer = new Bounded();
+  const lexer = new Lexer({ gfm: true, breaks: true, tokenizer });
   lexer.blockTokens(source, lexer.tokens);
+  let marks = 0;
   for (const { src, tokens } of lexer.inlineQueue) {
     if (src.length > LONGEST_INLINE) tokens.push({ type: "text", raw: src, text: src });
     else lexer.inlineTokens(src, tokens);
+    tokenizer.check((marks += tokens.length) > MOST_MARKS);
   }
-  return lexer.tokens.filter(isShown);
+  return lexer.tokens;
 }
 
 const isShown = ({ type }) => type !== "space" && type !== "def";

@@ -16,6 +16,7 @@ from llmc.runtime.host.cuda import DeviceInfo
 from llmc.runtime.sessions.cuda.blocks import Shape
 from llmc.runtime.sessions.tensorrt.kernels import Kernels
 from llmc.runtime.sessions.tensorrt.library import library_version, lists_gpu, logger, make_object, nameable_gpus
+from llmc.strict import open_regular
 
 DECODE, PREFILL = 0, 1  # numbers of the profiles
 
@@ -184,7 +185,7 @@ def last_error(messages: list[Any]) -> str:
 def map_file(file: Path) -> Iterator[Any]:
     """A file's bytes without a copy of them in memory. Raises BundleError: it cannot be read, or is empty."""
     try:
-        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        with open_regular(file) as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
             yield content
     except (OSError, ValueError) as error:
         raise BundleError(f"{file} cannot be read ({error}); build the bundle again") from error

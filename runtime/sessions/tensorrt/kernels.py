@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc.runtime.host import disk_cache
+from llmc.strict import open_regular
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +41,8 @@ class Kernels:
         self._library, self._engine, self._file = library, engine, file
         self._native = engine.create_runtime_config().create_runtime_cache()
         self._known = 0
-        with suppress(OSError):
-            content = file.read_bytes()
+        with suppress(OSError, ValueError), open_regular(file) as opened:
+            content = opened.read()
             if self._native.deserialize(content):
                 self._known = len(content)
             else:

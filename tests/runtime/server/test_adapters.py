@@ -19,6 +19,7 @@ from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.guarded import Guarded
 
 KEYS = {"admin": "admin = true", "base": 'models = ["tiny"]', "own": 'models = ["sql"]'}
+KEYS["some"] = 'admin = true\nmodels = ["tiny", "mine"]'
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
 TURNS: Any = [{"role": "user", "content": "def f("}]
 PROMPT = "def f("
@@ -180,9 +181,28 @@ class TestAdmins:
         assert ask("base", f"/admin/models/tiny/adapters/sql/{what}").status_code == 403
         assert ask("admin", f"/admin/models/none/adapters/sql/{what}").status_code == 404
 
+    @pytest.mark.parametrize("what", ["load", "unload"])
+    def test_of_some_models_reach_and_see_no_other_adapter(self, ask: Any, what: str):
+        for name in ("sql", "none"):
+            refused = ask("some", f"/admin/models/tiny/adapters/{name}/{what}")
+            assert refused.status_code == 403 and "'sql'" not in refused.text.replace("the model 'sql'", "")
+        assert "sql" not in ask("some", "/admin/models", "GET").text
+        missing = ask("some", "/admin/models/tiny/adapters/mine/load")
+        assert missing.status_code == 400 and "sql" not in missing.text
+
     @pytest.mark.parametrize("what", ["reload", "unload"])
     def test_name_models_where_models_are_loaded(self, ask: Any, what: str):
         assert ask("admin", f"/admin/models/sql/{what}").status_code == 404
+
+    @pytest.mark.parametrize("kind", ["file", "link"])
+    def test_find_no_adapter_that_is_no_folder(self, ask: Any, folder: Path, kind: str):
+        """Nor is anything that stands there in the way of the model."""
+        stray = folder / ADAPTERS_FOLDER / "stray"
+        stray.symlink_to(folder / ADAPTERS_FOLDER / "sql") if kind == "link" else stray.write_text("")
+        refused, reloaded = (ask("admin", f"/admin/models/tiny/{it}") for it in ("adapters/stray/load", "reload"))
+        stray.unlink()
+        assert refused.status_code == 400 and "there is no adapter 'stray'" in refused.text
+        assert reloaded.is_success
 
     def test_are_told_of_a_damaged_one_by_its_name(self, ask: Any, folder: Path):
         damaged = folder / ADAPTERS_FOLDER / "damaged"

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from llmc.errors import UsageError
-from llmc.runtime.server.config import ANY_TOKENS, ServerConfig, describe_values, is_local, read_config, settings
+from llmc.runtime.server.config import (
+    ANY_TOKENS,
+    ServerConfig,
+    Setting,
+    describe_values,
+    is_local,
+    read_config,
+    settings,
+)
 
 
 def written(folder: Path, content: str) -> Path:
@@ -24,6 +32,13 @@ class TestFile:
         config = read_config(path, {"port": 9001, "host": None})
         assert (config.port, config.host, config.body_timeout_s) == (9001, "127.0.0.1", 5.0)
         assert config.log_format == "text" and config.models == {"tiny": tmp_path / "a"}
+
+    @pytest.mark.parametrize(
+        "setting", [s for s in settings() if s.kind in ("integer", "number")], ids=lambda s: s.name
+    )
+    def test_has_no_number_that_nothing_can_compute_with(self, tmp_path: Path, setting: Setting):
+        with pytest.raises(UsageError, match=f"{setting.name} is .*, expected"):
+            read_config(written(tmp_path, f"{setting.name} = 1{'0' * 400}"))
 
     def test_names_paths_beside_itself(self, tmp_path: Path):
         path = written(tmp_path, 'keys_file = "keys.toml"\ntls_cert = "/etc/c"\ntls_key = "k"\ndraft = "small"\n')

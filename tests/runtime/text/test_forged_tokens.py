@@ -1,6 +1,8 @@
 """No text of a request becomes a control token, whatever the template writes around it or makes of it."""
 
 import json
+import random
+import re
 import shutil
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmc.errors import RequestError
+from llmc.runtime.text import control_tokens
 from llmc.runtime.text.chat_template import ChatTemplate
 from llmc.runtime.text.control_tokens import Disguise
 from llmc.runtime.text.tokenizer import Tokenizer
@@ -85,3 +88,15 @@ def test_a_role_that_makes_another_control_token_is_refused(tokenizer: Tokenizer
     assert controls_of(tokenizer, TEMPLATES["assembled"], HARMLESS, role="assistant")[0] == "<|assistant|>"
     with pytest.raises(RequestError, match=r"spell a control token of the model \('<\|end\|>'"):
         controls_of(tokenizer, TEMPLATES["assembled"], HARMLESS, role="end")
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 7, 1 << 15])
+def test_a_text_is_looked_through_in_pieces_as_in_one(piece: int, monkeypatch: pytest.MonkeyPatch):
+    """Other threads wait while one call looks through megabytes."""
+    monkeypatch.setattr(control_tokens, "PIECE", piece)
+    pattern, chance = r"<s>|<s2?>>|aa|<<<<", random.Random(piece)
+    finder, whole = control_tokens.Finder(pattern, 5), re.compile(pattern)
+    for _ in range(300):
+        text = "".join(chance.choices(["<", "s", ">", "a", "2", "<s>", "b"], k=chance.randrange(30)))
+        assert finder.findall(text) == whole.findall(text)
+        assert finder.sub(lambda match: f"[{match[0]}]", text) == whole.sub(lambda match: f"[{match[0]}]", text)

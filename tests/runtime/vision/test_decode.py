@@ -2,6 +2,7 @@
 
 import io
 import struct
+import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from doubles.images import draw
 from PIL import Image
 from transformers.image_utils import load_image
 
-from llmc.errors import MissingExtraError, RequestError, UsageError
+from llmc.errors import MissingExtraError, RequestError, ResourceError, UsageError
 from llmc.runtime.vision import decode
 from llmc.runtime.vision.decode import LARGEST_FILE, MOST_SCANS, open_image
 
@@ -67,10 +68,64 @@ def test_a_photograph_with_a_preview_is_its_first_picture():
     assert open_image(content).size == (30, 20)
 
 
-@pytest.mark.parametrize("size", [(100_000, 501), (2**31 - 1, 1), (30_000, 30_000)])
+BOMBS = [(100_000, 501), (2**31 - 1, 1), (30_000, 30_000), (20_000_000, 1), (1, 20_000_000), (50_000_000, 1), (201, 1)]
+
+
+@pytest.mark.parametrize("size", BOMBS)
 def test_a_bomb_is_refused_before_it_is_decoded(size: tuple[int, int]):
     with pytest.raises(RequestError, match=r"^image 2 (has|cannot be decoded).*(pixels|Decompression)"):
         open_image(png_of(*size), "image 2")
+
+
+def encode_exif(count: int) -> bytes:
+    """Exif of so many tags, each of which is the same 100,000 bytes."""
+    tags = b"".join(struct.pack("<HHII", 9 + number, 7, 100_000, 14 + 12 * count) for number in range(count))
+    return b"II*\0" + struct.pack("<IH", 8, count) + tags + bytes(4 + 100_000)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+def test_tags_that_lie_on_each_other_take_no_memory_and_no_lines(form: str, recwarn: pytest.WarningsRecorder):
+    tracemalloc.start()
+    found = open_image(with_exif(form, encode_exif(5000)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found.size == (8, 8) and peak < 5_000_000 and not recwarn.list
+
+
+def with_exif(form: str, exif: bytes) -> bytes:
+    if form != "JPEG":
+        return encode(draw("RGB", 8, 8), form, exif=exif)
+    content = encode(draw("RGB", 8, 8), form)
+    parts = [exif[at : at + 60_000] for at in range(0, len(exif), 60_000)]
+    segments = b"".join(b"\xff\xe1" + struct.pack(">H", 8 + len(part)) + b"Exif\0\0" + part for part in parts)
+    return content[:2] + segments + content[2:]
+
+
+def test_no_message_shows_where_an_object_lies_in_memory():
+    with pytest.raises(RequestError) as caught:
+        open_image(b"GIF89a" + bytes(99))
+    assert "0x" not in str(caught.value)
+
+
+COLOURS = [("1", {}), ("L", {"transparency": 9}), ("LA", {}), ("P", {}), ("P", {"transparency": bytes(range(256))})]
+COLOURS += [("RGB", {"transparency": (1, 2, 3)}), ("RGBA", {}), ("CMYK", {}), ("I;16", {}), ("F", {})]
+
+
+@pytest.mark.parametrize(("mode", "info"), COLOURS, ids=str)
+def test_colours_are_converted_in_bands_as_they_are_in_one_call(
+    mode: str, info: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    image = draw("L", 37, 50).convert(mode) if mode in ("F", "I;16") else draw(mode, 37, 50)
+    image.info.update(info)
+    whole = open_image(image)
+    monkeypatch.setattr(decode, "BAND_PIXELS", 100)
+    assert np.array_equal(np.array(open_image(image)), np.array(whole))
+    assert np.ptp(np.array(whole)) > 0
+
+
+def test_memory_that_lacks_is_the_machines_fault(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ResourceError, match="image 3 needs more memory"), decode.decoding("image 3"):
+        raise MemoryError
 
 
 def test_pixels_that_are_there_already_are_counted_too(monkeypatch: pytest.MonkeyPatch):

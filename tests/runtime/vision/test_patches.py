@@ -46,9 +46,9 @@ def see(width: int, height: int, vision: Vision) -> np.ndarray:
     return np.zeros((3, height * vision.tile, width * vision.tile), np.uint8)
 
 
-def cut(image: Image.Image, vision: Vision = VISION, name: str = "picture") -> np.ndarray:
+def cut(image: Image.Image, vision: Vision = VISION) -> np.ndarray:
     assert vision.patching is not None
-    (whole,) = cut_patches(image, vision, vision.patching, name).pixels
+    (whole,) = cut_patches(image, vision, vision.patching).pixels
     return whole
 
 
@@ -72,7 +72,7 @@ def test_an_image_that_lies_on_its_side_is_turned_first():
 
 def test_a_strip_that_transformers_refuses_is_refused():
     with pytest.raises(RequestError, match=r"picture has 1 x 201 pixels, .* more than 200 times as long"):
-        cut(draw("L", 1, 201).convert("RGB"))
+        open_image(draw("L", 1, 201), "picture")
     with pytest.raises(ValueError, match="200"):
         process(draw("L", 1, 201), VISION)
 

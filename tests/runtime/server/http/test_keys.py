@@ -65,8 +65,11 @@ class TestFile:
             (f'[a]\nkey = "{ALICE}"\nmodels = "tiny"', "models is 'tiny', expected a list"),
             (
                 f'[a]\nkey = "{ALICE}"\ntokens_per_minute = 0',
-                "tokens_per_minute is 0, expected an integer of at least 1",
+                "tokens_per_minute is 0, expected an integer from 1 to 1000000000000",
             ),
+            (f'[a]\nkey = "{ALICE}"\nrequests_per_minute = 1{"0" * 400}', "requests_per_minute is"),
+            (f'[a]\nkey = "{ALICE}"\ntokens_per_minute = 1{"0" * 13}', "tokens_per_minute is"),
+            (f'[a]\nkey = "{ALICE}"\nlowest_priority = -1001', "expected an integer from -1000 to 1000"),
             (f'[a]\nkey = "{ALICE}"\nadmin = "yes"', "admin is 'yes', expected true or false"),
             (f'["a b"]\nkey = "{ALICE}"', "expected a name of letters"),
             (f'a = "{ALICE}"', "expected a table"),

@@ -117,17 +117,33 @@ def test_what_clients_say_of_themselves_is_in_the_line(tiny_bundle: Path, lines:
     assert [{name: line[name] for name in said} for line in found] == [said] * 2
 
 
-def test_a_value_of_a_client_never_begins_a_line():
-    record = logging.LogRecord("x", logging.INFO, "x.py", 1, "said", (), None)
-    record.__dict__["llmc_fields"] = {"metadata": {"a": "b\nc\x9bd"}}
-    assert len(TextFormatter().format(record).splitlines()) == 1 and "\x9b" not in TextFormatter().format(record)
-
-
 def test_people_get_lines_of_their_own():
     record = logging.LogRecord("x", logging.INFO, "x.py", 1, "said", (), None)
     record.created = 0.0
     record.__dict__["llmc_fields"] = {"tokens": 3, "model": "m"}
     assert TextFormatter().format(record).endswith("INFO    said tokens=3 model=m")
+
+
+FORGED = ["a\n12:00:00 INFO    request status=200", "a status=200", 'a" status=200', "\x1b[2J", "a\rb"]
+FORGED += ["\u202eb", "\x85c", "\u2028d"]
+
+
+@pytest.mark.parametrize("text", FORGED)
+@pytest.mark.parametrize("place", ["field", "mapping", "message", "failure"])
+def test_no_client_forges_a_line_or_a_field_or_steers_the_terminal(text: str, place: str):
+    record = logging.LogRecord("x", logging.INFO, "x.py", 1, text if place == "message" else "request", (), None)
+    record.__dict__["llmc_fields"] = {"user": {"field": text, "mapping": {text: text}}.get(place, "ann"), "status": 400}
+    if place == "failure":
+        try:
+            raise ValueError(text)
+        except ValueError:
+            record.exc_info = sys.exc_info()
+    first, *rest = TextFormatter().format(record).split("\n")
+    assert all(line.startswith("  ") for line in rest) and (place == "failure" or not rest)
+    assert "".join([first, *rest]).isprintable()
+    fields = first.rpartition(" user=")[2]
+    assert fields.endswith(" status=400")
+    assert place == "message" or json.loads(f"[{fields.removesuffix(' status=400') if place != 'failure' else 0}]")
 
 
 def test_people_at_a_terminal_get_them_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch, lines: Any):

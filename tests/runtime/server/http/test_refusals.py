@@ -5,14 +5,18 @@ import re
 from typing import Any
 
 import httpx2 as httpx
+import numpy as np
 import pytest
 from doubles.asgi import Echo, ask
 from pydantic import ValidationError
 
+from llmc.errors import NonFiniteError
+from llmc.runtime.sampling.logits import weigh
 from llmc.runtime.server.anthropic.messages import MessageRequest
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.arrival import Bodies
 from llmc.runtime.server.http.bodies import Body
+from llmc.runtime.server.http.errors import from_llmc
 from llmc.runtime.server.openai.chat import ChatRequest
 from llmc.runtime.server.openai.completions import CompletionRequest
 from llmc.runtime.server.openai.responses import ResponseRequest
@@ -259,3 +263,10 @@ def test_a_missing_model_is_named_as_openai_does(http: httpx.Client, path: str, 
 def test_responses_are_not_compacted(http: httpx.Client, body: dict[str, Any]):
     answer = http.post(f"{RESPONSES}/compact", json=body)
     assert answer.status_code == 404 and answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_no_numbers_are_the_servers_fault(value: float):
+    with pytest.raises(NonFiniteError) as caught:
+        weigh(np.full(9, value, np.float32))
+    assert from_llmc(caught.value).status == 500

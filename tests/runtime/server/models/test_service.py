@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from anyio import CapacityLimiter
 
 from llmc.errors import CancelledError, QueueFullError
 from llmc.runtime.server.config import ServerConfig
@@ -15,8 +14,7 @@ from llmc.runtime.server.http.accounts import CLIENT, Bill, Client
 from llmc.runtime.server.http.aside import SHORT, room_beside
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.keys import Key
-from llmc.runtime.server.models import service
-from llmc.runtime.server.models.service import Service, submit_promptly
+from llmc.runtime.server.models.service import Service, Workers
 
 POOL: Any = None  # nothing here needs a model
 BOUNDED = Service(ServerConfig(max_request_tokens=50, request_deadline_s=5.0), POOL)
@@ -72,7 +70,7 @@ def took(*given: Any, **named: Any) -> bool:
         return SimpleNamespace(thread=threading.get_ident(), done=True)
 
     async def main() -> bool:
-        handle: Any = await submit_promptly(partial(submit, *given, **named), CapacityLimiter(1))
+        handle: Any = await Service(ServerConfig(), POOL).submit_promptly(partial(submit, *given, **named))
         return bool(handle.thread == threading.get_ident())
 
     return asyncio.run(main())
@@ -106,24 +104,79 @@ def test_what_may_take_long_to_submit_is_submitted_in_a_thread(given: tuple[Any,
     assert not took(*given, **named)
 
 
-async def test_more_than_may_wait_for_these_threads_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(service, "MOST_WAITING", 2)
-    begun, go_on = threading.Event(), threading.Event()
+GUIDED = {"grammar": 'root ::= "a"'}
 
-    def submit(*_: Any) -> Any:
-        begun.set()
-        assert go_on.wait(60)
-        return SimpleNamespace(done=True)
 
-    threads = CapacityLimiter(1)
-    asked = [asyncio.create_task(submit_promptly(partial(submit, SEEN), threads)) for _ in range(3)]
-    while not begun.is_set() or threads.statistics().tasks_waiting < 2:
-        await asyncio.sleep(0.001)
-    with pytest.raises(QueueFullError, match="2 requests with grammars or images wait already"):
-        await submit_promptly(partial(submit, SEEN), threads)
-    assert (await submit_promptly(partial(took_at_once, HELLO), threads)).done  # others go on
-    go_on.set()
-    assert len(await asyncio.gather(*asked)) == 3
+class Held:
+    """Submits what waits until it is let go; ``begun`` counts."""
+
+    def __init__(self) -> None:
+        self.begun, self._go_on = 0, threading.Event()
+
+    def submit(self, *_: Any, **named: Any) -> Any:
+        self.begun += 1
+        assert self._go_on.wait(60)
+        return SimpleNamespace(done=True, result=_raise_cancelled, prompt_tokens=0, generated=int)
+
+    async def ask(self, service: Service, key: str | None, *given: Any, **named: Any) -> asyncio.Task[Any]:
+        """A request of a key that is submitted as far as it can be."""
+        CLIENT.set(Client(Key(key, b""), lambda bill: None) if key else None)
+        task = asyncio.create_task(service.submit_promptly(partial(self.submit, *given, **named)))
+        await asyncio.sleep(0.05)
+        return task
+
+    async def let_go(self, *tasks: asyncio.Task[Any]) -> None:
+        self._go_on.set()
+        await asyncio.gather(*tasks)
+
+
+async def test_more_than_may_wait_for_these_threads_are_refused():
+    held, service = Held(), Service(ServerConfig(), POOL)
+    service.images = Workers("images", threads=1, of_key=1, waiting=2)
+    asked = [await held.ask(service, None, SEEN) for _ in range(3)]
+    with pytest.raises(QueueFullError, match="2 requests with images wait already"):
+        await (await held.ask(service, None, SEEN))
+    assert (await service.submit_promptly(partial(took_at_once, HELLO))).done  # others go on
+    await held.let_go(*asked)
+
+
+@pytest.mark.parametrize(("given", "named"), [((SEEN,), {}), ((HELLO,), GUIDED)], ids=["images", "grammars"])
+async def test_one_key_leaves_threads_and_places_to_the_others(given: tuple[Any, ...], named: dict[str, Any]):
+    held, service = Held(), Service(ServerConfig(), POOL)
+    service.images = service.compilers = Workers("work", threads=3, of_key=2, waiting=4)
+    asked = [await held.ask(service, "ann", *given, **named) for _ in range(6)]
+    assert held.begun == 2
+    with pytest.raises(QueueFullError):
+        await (await held.ask(service, "ann", *given, **named))
+    asked.append(await held.ask(service, "bob", *given, **named))
+    assert held.begun == 3
+    await held.let_go(*asked)
+
+
+async def test_images_hold_up_no_grammars():
+    held, service = Held(), Service(ServerConfig(), POOL)
+    asked = [await held.ask(service, None, SEEN) for _ in range(20)]
+    begun = held.begun
+    asked.append(await held.ask(service, None, HELLO, **GUIDED))
+    assert held.begun == begun + 1
+    await held.let_go(*asked)
+
+
+@pytest.mark.parametrize(
+    ("key", "asked", "granted"),
+    [
+        (None, -1000, 0),
+        (Key("ann", b""), -1, 0),
+        (Key("ann", b"", lowest_priority=-10), -1000, -10),
+        (Key("ann", b"", lowest_priority=5), 0, 5),
+        (None, 7, 7),
+        (None, -1001, -1001),
+    ],
+)
+async def test_a_priority_is_at_least_the_keys(key: Key | None, asked: int, granted: int):
+    """Beyond any range it stays as it is, for the engine to refuse by name."""
+    CLIENT.set(Client(key, lambda bill: None))
+    assert Service(ServerConfig(), POOL).bound_sampling({"priority": asked})["priority"] == granted
 
 
 def took_at_once(_: Any) -> Any:

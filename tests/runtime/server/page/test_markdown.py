@@ -100,6 +100,20 @@ def test_hostile_text_stays_text(page):
 
 
 # Each would take minutes, or all of the stack, if a step took more than linear time.
+UNITS = (
+    "|-",
+    "|-\n",
+    "a\n=\n",
+    "a\n-\n",
+    "a\n#\n",
+    "|a|\n|-|\n",
+    "a|b\n-|-\n",
+    "```\n",
+    "-\n",
+    "a\n",
+    "a  \n",
+    "[a]\n",
+)
 LONG = [
     "*a " * 50_000,
     "[" * 100_000,
@@ -116,6 +130,10 @@ LONG = [
     "***a **b *c " * 10_000,
     "`a`" * 60_000,
     "\n" * 100_000 + " " * 100_000,
+    *(unit * (96_000 // len(unit)) for unit in UNITS),
+    *("- " + unit * (96_000 // len(unit)) for unit in UNITS),
+    ("`a`" * 600 + "\n\n") * 50,
+    "> " + "*\nxa>" * 20_000,  # on which marked 18 fails
 ]
 
 
@@ -143,8 +161,25 @@ def test_no_answer_freezes_the_page(page):
             text,
         )
         if taken >= LONGEST_MS or elements >= MOST_ELEMENTS:
-            held[text[:8]] = taken, elements
+            held[text[:16]] = taken, elements
     assert held == {}
+
+
+def test_a_text_that_was_too_slow_stays_plain_while_more_of_it_comes(page):
+    """Else each token would take as long again."""
+    tried = """async (text) => {
+        const { showMarkdown } = await import("/page/markdown.js");
+        const element = document.createElement("div");
+        showMarkdown(element, text);
+        const start = performance.now();
+        for (let token = 0; token < 20; token += 1) showMarkdown(element, text += " a");
+        const took = performance.now() - start;
+        const plain = element.querySelectorAll("pre").length;
+        showMarkdown(element, "*b*");
+        return [took, plain, element.querySelectorAll("em").length];
+    }"""
+    took, plain, others = page.evaluate(tried, "# a\n" * 5_000)
+    assert (plain, others) == (1, 1) and took < LONGEST_MS
 
 
 def test_blocks_that_did_not_change_stay_what_they_are(page):

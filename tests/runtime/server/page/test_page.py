@@ -157,6 +157,14 @@ class TestAnswers:
             {"role": "tool", "content": "4 °C", "tool_call_id": "call_1"},
         ]
 
+    @pytest.mark.parametrize("index", ["__proto__", "constructor", "length", -1, 1.5, 1, 10**9, None, [], {}])
+    def test_leave_out_calls_that_an_upstream_puts_nowhere(self, page, server: ChatServer, ask, index: Any):
+        start = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+        wild = {"index": index, "id": "call_2", "function": {"name": "wild", "arguments": "{}"}}
+        server.script = [{"tool_calls": [wild]}, {"tool_calls": [start]}, ends("tool_calls")]
+        expect(ask("Weather?").locator(".call figcaption")).to_have_text("Calls weather")
+        assert page.evaluate("[].id ?? [].function ?? ({}).id ?? null") is None
+
     def test_are_said_to_screen_readers_once_and_whole(self, page, server: ChatServer, ask):
         page.evaluate(HEARD)
         ask("Hi")
