@@ -88,7 +88,6 @@ def test_samplers_of_its_options_are_those_of_the_other_dialects(able, sampling)
         ({"mirostat": 1, "mirostat_tau": 5.0, "top_k": 40, "temperature": 0}, {"mirostat", "mirostat_tau"}),
         ({"mirostat": 0, "mirostat_eta": 0.1, "top_k": 40}, {"mirostat_eta"}),
     ],
-    ids=str,
 )
 def test_options_that_llamacpp_lets_count_for_nothing_beside_mirostat_are_named(able, options, named):
     answer = able.post("/api/chat", json={**CHAT, "options": {"num_predict": 2, **options}, "stream": False})
