@@ -75,8 +75,9 @@ def _place_files(source: Checkpoint, staging: Path) -> int:
     new_bytes = sum(link(path, staging / path.name) for path in source.files)
     for name, text in source.texts.items():
         new_bytes += (staging / name).write_bytes(text.encode())
-    if source.texts:
+    if bundle.CONFIG_FILE in source.texts:
         return new_bytes
     # Calibration needs the config to build the torch decoder.
     index = [INDEX_FILE] if source.files[0].name != SINGLE_FILE else []
-    return new_bytes + copy_own(source.folder, [bundle.CONFIG_FILE, *bundle.TOKENIZER_FILES, *index], staging)
+    names = (bundle.CONFIG_FILE, *bundle.TOKENIZER_FILES, *index)
+    return new_bytes + copy_own(source.folder, [name for name in names if name not in source.texts], staging)

@@ -66,7 +66,7 @@ def read_head(folder: Path, of: Path) -> Checkpoint:
     texts = {CONFIG_FILE: (folder / CONFIG_FILE).read_text(encoding="utf-8")}
     for name in bundle.TOKENIZER_FILES:
         if path := find_own_file(of, name):
-            texts[name] = path.read_text(encoding="utf-8")
+            texts[name] = model.texts.get(name) or path.read_text(encoding="utf-8")
     source = describe_source(f"{folder.resolve().name} head", texts[CONFIG_FILE].encode(), files, tensors, ())
     return Checkpoint(folder, config, model.generation, tensors, files, source, (), texts)
 

@@ -403,7 +403,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     (LLAMA2_7B, {"vocab_size": "32000"}, ["vocab_size='32000'", "whole number"]),
     (LLAMA2_7B, {"rms_norm_eps": float("nan")}, ["rms_norm_eps=nan", "a number from 1e-30 to 1"]),
     (LLAMA2_7B, {"tie_word_embeddings": "yes"}, ["tie_word_embeddings='yes'", "true or false"]),
-    (LLAMA2_7B, {"eos_token_id": 32000}, ["eos_token_id=32000", "below vocab_size=32000"]),
+    (LLAMA2_7B, {"eos_token_id": -1}, ["eos_token_id=-1", "a token id"]),
     (LLAMA2_7B, {"eos_token_id": [1, "2"]}, ["eos_token_id=[1, '2']", "a token id"]),
     (QWEN25_05B, {"layer_types": WRONG_TYPES}, ["layer_types=", "24 entries", "full_attention"]),
     (QWEN25_05B, {"use_sliding_window": 1}, ["use_sliding_window=1", "true or false"]),
