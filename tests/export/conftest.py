@@ -169,6 +169,15 @@ CASES: dict[str, dict[str, Any]] = {
         "num_global_key_value_heads": 1,
         "hidden_size_per_layer_input": 0,
     },
+    "gemma4_unified-shared-caches": {
+        **GEMMA4,
+        "model_type": "gemma4_unified_text",
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 1,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
     "gemma4-experts-beside-mlp": {
         **GEMMA4,
         "num_hidden_layers": 2,
@@ -357,7 +366,7 @@ DENSE = tuple(
     name
     for name, case in CASES.items()
     if "num_experts_per_tok" not in case
-    and case["model_type"] not in ("qwen3_5_text", "lfm2", "gemma4_text", "falcon_h1", "nemotron_h")
+    and case["model_type"] not in ("qwen3_5_text", "lfm2", "gemma4_text", "gemma4_unified_text", "falcon_h1", "nemotron_h")
     and "mamba" not in case.get("layer_types", ())
 )
 
