@@ -52,6 +52,11 @@ def read_ropes(keys: Keys, rules: RopeRules, head_dim: int, max_positions: int) 
     found = tuple(
         reader.read(None if inner.raw(kind) is None else inner.inside(kind), *base) for kind, base in kinds.items()
     )
+    if flat := [name for name in keys.raw("rope_parameters") if name not in kinds]:
+        keys.note(
+            f"rope_parameters: {', '.join(flat):.80} is of no kind of layer and was left out, as transformers does"
+        )
+        inner.skip(*flat)
     inner.finish()
     return found
 
@@ -116,6 +121,7 @@ class _Reader:
         if kind == "llama3":
             scaling |= _read_rising(keys, "low_freq_factor", "high_freq_factor")
         if kind == "yarn":
+            keys.skip("finetuned")
             if theta <= 1:
                 raise keys.error("rope_theta", theta, "more than 1, of which yarn takes the logarithm")
             scaling |= _read_rising(keys, "beta_slow", "beta_fast", 1.0, 32.0)

@@ -73,7 +73,7 @@ def before_sorting(value: ir.Value | None) -> ir.Value | None:
 def _linear_before(value: ir.Value | None) -> Linear:
     """The linear that feeds ``value``, directly or through the reshapes and the norm of qk-norm."""
     node = value.producer() if value is not None else None
-    while node is not None and node.op_type in ("RotatedHeads", "Reshape", "Slice", *NORMS):
+    while node is not None and node.op_type in ("RotatedHeads", "Reshape", "Slice", "Mul", *NORMS):
         node = node.inputs[0].producer() if node.inputs[0] is not None else None
     if node is None or node.op_type != "Linear":
         raise BuildError(
