@@ -782,7 +782,7 @@ def _layer_shapes(layer: Layer) -> Iterator[tuple[str, tuple[int, ...]]]:
     if layer.attention is not None and layer.attention.sinks:
         yield "self_attn.sinks", (layer.attention.heads,)
     if layer.attention is not None and layer.attention.qk_scales:
-        yield from zip(("self_attn.q_scale", "self_attn.k_scale"), ((width,) for width in layer.attention.widths))
+        yield from ((f"self_attn.{p}_scale", (it,)) for p, it in zip("qk", layer.attention.widths, strict=True))
     if layer.recurrent is not None:
         yield from ((f"recurrent.{name}", shape) for name, shape in _recurrent_shapes(layer.recurrent))
     if layer.experts is not None and layer.experts.corrected:

@@ -218,7 +218,7 @@ def _stack_experts(folder: Path, config: DecoderConfig, found: Tensors) -> Tenso
             if len({(it.dtype, it.block if isinstance(it, QuantizedTensor) else 0) for it in parts}) > 1:
                 raise CheckpointError(f"{folder}: the experts of {item.name} have several dtypes; expected one of all")
             coded = [it for it in parts if isinstance(it, QuantizedTensor)]
-            floats = [it for it in parts if isinstance(it, StoredTensor)]
+            floats = [it for it in parts if isinstance(it, StoredTensor | MadeTensor)]
             if coded and experts.squared:
                 raise CheckpointError(
                     f"{folder}: {own[0]} is quantized, and llmc reads experts without a gate in floats; export the "
@@ -308,7 +308,7 @@ def _stack_codes(folder: Path, parts: Sequence[QuantizedTensor], count: int) -> 
 
 def _find_expert(
     folder: Path, name: str, tensor: Weight | None, shape: tuple[int, ...], count: int
-) -> StoredTensor | QuantizedTensor:
+) -> StoredTensor | MadeTensor | QuantizedTensor:
     if tensor is None:
         raise CheckpointError(
             f"{folder}: tensor {name} is missing; config.json asks for {count} experts in each of these layers: "
@@ -316,19 +316,25 @@ def _find_expert(
         )
     if tensor.shape != shape:
         raise CheckpointError(f"{folder}: {explain_shape(name, tensor.shape, shape)}")
-    if not isinstance(tensor, StoredTensor | QuantizedTensor) or getattr(tensor, "order", None) is not None:
+    if isinstance(tensor, Mxfp4Tensor) or getattr(tensor, "order", None) is not None:
         raise CheckpointError(
-            f"{folder}: {name} is in float8, or has act-order, which llmc does not read of experts; "
-            "export the checkpoint that it was made from"
+            f"{folder}: {name} has act-order, which llmc does not read of experts; export the checkpoint that it was "
+            "made from"
         )
     return tensor
 
 
-def _read_all(folder: Path, tensors: Sequence[StoredTensor], names: tuple[str, ...] = ()) -> Iterator[Array]:
+def _read_all(
+    folder: Path, tensors: Sequence[StoredTensor | MadeTensor], names: tuple[str, ...] = ()
+) -> Iterator[Array]:
     for number, it in enumerate(tensors):
-        matrix = np.memmap(folder / it.file, array_type(it.dtype), "r", it.offset, it.shape)
         is_gate = names == ("up_proj", "up_proj") and number % 2 == 0
-        yield (matrix * STEEP).astype(matrix.dtype) if is_gate else matrix
+        for matrix in [_map(folder, it)] if isinstance(it, StoredTensor) else it.pieces():
+            yield (matrix * STEEP).astype(matrix.dtype) if is_gate else matrix
+
+
+def _map(folder: Path, tensor: StoredTensor) -> Array:
+    return np.memmap(folder / tensor.file, array_type(tensor.dtype), "r", tensor.offset, tensor.shape)
 
 
 def _unpack_parameters(
