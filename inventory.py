@@ -568,6 +568,8 @@ class Geometry:
         layer_scalars: whether each layer ends with a factor of its own.
         vision: of a model that sees: the decoder takes rows of embeddings in the places of tokens' own.
         diffusion: of a diffusion language model, whose graph asks how many positions of a row its tokens see.
+        long_after: tokens of a text beyond which its ropes have other factors (longrope), 0 where they never change;
+            the graph asks for the length of each row's text.
         head: of a draft head: the decoder takes a row for each token, another model's hidden states and its own.
     """
 
@@ -591,6 +593,7 @@ class Geometry:
     vision: Vision | None = None
     diffusion: Diffusion | None = None
     head: DraftHead | None = None
+    long_after: Annotated[int, range(1 << 25)] = 0
 
     @property
     def table(self) -> Linear:

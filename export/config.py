@@ -57,7 +57,8 @@ class Rope:
         low_freq_factor, high_freq_factor: turns within the original positions between which llama3 blends.
         original_max_positions: positions that the model was trained with.
         beta_slow, beta_fast: as low_freq_factor and high_freq_factor, of yarn; ``truncate`` widens to whole pairs.
-        factors: each divides one frequency (longrope).
+        factors, long_factors: each divides one frequency (longrope), of texts with at most ``original_max_positions``
+            tokens and of longer ones; without the latter texts of any length have the same.
         share: pairs of all that turn at all, the first ones (proportional).
         magnitude: of the rotated vectors, 1 where turning leaves their length as it is.
         interleaved: whether a pair is two neighbours, instead of one value of each half.
@@ -74,6 +75,7 @@ class Rope:
     beta_fast: float = 32.0
     truncate: bool = True
     factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
     share: float = 1.0
     magnitude: float = 1.0
     interleaved: bool = False
@@ -477,6 +479,7 @@ class DecoderConfig:
             layer_scalars=self.layer_scalars,
             vision=self.vision,
             diffusion=self.diffusion,
+            long_after=max((rope.original_max_positions for rope in self.ropes if rope.long_factors), default=0),
             head=DraftHead(self.head.borders, self.head.width, self.own_width) if self.head else None,
         )
 

@@ -183,7 +183,7 @@ def test_the_magnitude_of_yarn_is_that_of_transformers(changes):
 
 
 @pytest.mark.parametrize("changes", [{}, {"factor": 3.0}, {"factor": 0.5}, {"attention_factor": 1.5}])
-def test_longrope_is_that_of_transformers_for_texts_that_go_beyond_the_original_positions(changes):
+def test_longrope_is_that_of_transformers_for_texts_on_both_sides_of_the_original_positions(changes):
     import torch
     from transformers import AutoConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -191,21 +191,22 @@ def test_longrope_is_that_of_transformers_for_texts_that_go_beyond_the_original_
     rope = {**LONGROPE, "original_max_position_embeddings": 32, **changes}
     values = {**without(LLAMA2_7B, "rope_scaling"), "rope_parameters": rope}
     reference = LlamaRotaryEmbedding(AutoConfig.for_model(**values))
-    reference(torch.zeros(1), torch.arange(33)[None])
     (found,) = read(values).ropes
     assert found.magnitude == pytest.approx(reference.attention_scaling, rel=1e-12)
-    np.testing.assert_allclose(inverse_frequencies(found), reference.inv_freq.numpy(), rtol=FREQUENCY_TOLERANCE)
+    for length, long in ((32, False), (33, True)):
+        reference(torch.zeros(1), torch.arange(length)[None])
+        frequencies = inverse_frequencies(found, long=long)
+        np.testing.assert_allclose(frequencies, reference.inv_freq.numpy(), rtol=FREQUENCY_TOLERANCE)
 
 
-def test_longrope_of_short_texts_is_had_by_fewer_positions_as_the_note_says():
-    long = {**LONGROPE, "original_max_position_embeddings": 32}
-    keys = Keys({**without(LLAMA2_7B, "rope_scaling"), "rope_parameters": long}, "config.json")
-    (found,) = read_config(keys).ropes
-    assert "set max_position_embeddings to 32, and the rope's factor to 128" in keys.notes[0]
-    values = {**LLAMA2_7B, "max_position_embeddings": 32, "rope_parameters": {**long, "factor": 128.0}}
-    (short,) = read(without(values, "rope_scaling")).ropes
-    assert found.factors == tuple(LONGROPE["long_factor"]) and short.factors == tuple(LONGROPE["short_factor"])
-    assert short.magnitude == found.magnitude > 1
+def test_a_context_within_the_original_positions_has_the_factors_of_short_texts_alone():
+    rope = {**LONGROPE, "original_max_position_embeddings": 32, "factor": 128.0}
+    values = {**without(LLAMA2_7B, "rope_scaling"), "rope_parameters": rope}
+    both, short = read(values), read(values, max_position_embeddings=32)
+    factors = [tuple(LONGROPE[name]) for name in ("short_factor", "long_factor")]
+    assert [both.ropes[0].factors, both.ropes[0].long_factors] == factors
+    assert (short.ropes[0].factors, short.ropes[0].long_factors) == (factors[0], ())
+    assert (both.geometry.long_after, short.geometry.long_after) == (32, 0)
 
 
 def test_windowed_layers_may_have_a_rope_of_their_own():
@@ -359,7 +360,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     (
         LLAMA2_7B,
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
-        ["rope_scaling: long_factor=1", "expected 64 numbers, one for each rotated pair"],
+        ["rope_scaling: short_factor=1", "expected 64 numbers, one for each rotated pair"],
     ),
     (
         LLAMA2_7B,

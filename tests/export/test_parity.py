@@ -30,7 +30,7 @@ class Caller:
     """Feeds a graph as a runtime would, and keeps its cache."""
 
     def __init__(self, run: Run, geometry: Geometry, batch: int, capacity: int = CAPACITY) -> None:
-        self.run, self.states = run, geometry.has_states
+        self.run, self.states, self.switches = run, geometry.has_states, geometry.long_after
         self.cache = {
             name: np.zeros(cache.shape_of(batch, capacity), np.float32)
             for cache in geometry.caches
@@ -43,6 +43,8 @@ class Caller:
         feeds = {"input_ids": ids, "past_lengths": np.array(past, np.int64), "logit_indices": indices, **self.cache}
         if self.states:
             feeds["new_lengths"] = np.array(new or [ids.shape[1]] * len(ids), np.int64)
+        if self.switches:
+            feeds["text_lengths"] = np.full(len(ids), TOKENS)
         logits, *presents = self.run(feeds)
         self.cache = dict(zip(self.cache, presents, strict=True))
         return logits
@@ -117,7 +119,8 @@ def eager_run(folder: Path) -> Run:
             for layer in layers
         ]
         with torch.no_grad():
-            logits, presents, *_ = decoder(ids, lengths, indices, pasts, tensors.get("new_lengths"))
+            more = {name: tensors.get(name) for name in ("new_lengths", "text_lengths")}
+            logits, presents, *_ = decoder(ids, lengths, indices, pasts, **more)
         return [logits.numpy(), *(cache.numpy() for held in presents for cache in held)]
 
     return run
@@ -282,17 +285,17 @@ def norm_before_rope(model: ir.Model) -> None:
 
 
 def factors_of_short_texts(model: ir.Model) -> None:
-    value = model.graph.initializers["rotary_emb.0.inv_freq"]
+    value = model.graph.initializers["rotary_emb.0.long_inv_freq"]
     plain = 10000 ** -(np.arange(8, dtype=np.float32) / 8)
     assert not np.allclose(value.const_value.numpy(), plain)
     value.const_value = ir.tensor(plain, name=value.name)
 
 
 def heads_rotated_whole(model: ir.Model) -> None:
-    value = model.graph.initializers["rotary_emb.0.inv_freq"]
-    widened = np.repeat(value.const_value.numpy(), 2)
-    value.const_value = ir.tensor(widened, name=value.name)
-    value.shape = ir.Shape(widened.shape)
+    for value in (model.graph.initializers[f"rotary_emb.0.{name}inv_freq"] for name in ("", "long_")):
+        widened = np.repeat(value.const_value.numpy(), 2)
+        value.const_value = ir.tensor(widened, name=value.name)
+        value.shape = ir.Shape(widened.shape)
     for node in model.graph:
         if node.op_type == "CachedAttention":
             node.attributes["rotary_dim"] = ir.AttrInt64("rotary_dim", 2 * widened.size)
