@@ -18,7 +18,8 @@ _SETTLED = (
     "global_compression_ratio",
     "gptqmodel_version", "hyb_act", "lm_head", "max_input_length", "meta", "model_file_base_name",
     "model_name_or_path", "model_seqlen", "module_name_preceding_first_block", "modules_in_block_to_quantize",
-    "modules_to_convert", "modules_to_fuse", "mse", "offload_to_disk", "pad_token_id", "quantizer", "run_compressed", "scale_fmt",
+    "modules_to_convert", "modules_to_fuse", "mse", "offload_to_disk", "pad_token_id", "quantizer", "run_compressed",
+    "scale_fmt",
     "static_groups", "sym", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama", "use_optimized_inference",
     "version",
 )

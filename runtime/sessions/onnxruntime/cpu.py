@@ -182,15 +182,12 @@ class OnnxRuntimeSession(Session):
             binding.bind_head(self._head, room, self._manifest.geometry.hidden_size)
         elif self._manifest.stage.is_last:
             binding.bind_logits(room)
-        if kind in self._takes_lengths:
-            binding.new_lengths = binding.bind_of_rows("new_lengths")
+        diffuses, packs = self._manifest.geometry.diffusion is not None, kind in self._takes_lengths
+        asked = {"new_lengths": packs, "seen_lengths": diffuses, "text_lengths": self._takes_texts}
+        binding.bind_numbers(name for name, wanted in asked.items() if wanted)
         if self._takes_embeddings:
             embeddings = 0 if batch.embedded is None else len(batch.embedded.rows)
             binding.bind_embeddings(max(1, embeddings), self._manifest.geometry)
-        if self._manifest.geometry.diffusion:
-            binding.seen_lengths = binding.bind_of_rows("seen_lengths")
-        if self._takes_texts:
-            binding.text_lengths = binding.bind_of_rows("text_lengths")
         if shape := self._shape_hidden(batch):
             binding.bind_hidden(shape)
         if batch.adapters and self._factors is not None:
@@ -272,11 +269,11 @@ class _Binding:
         bind(self.head.bind_input, LOGIT_ROWS, rows)
         bind(self.head.bind_output, "logits", logits)
 
-    def bind_of_rows(self, name: str) -> NDArray[np.int64]:
-        """An input with a number for each row, for graphs that ask for it."""
-        numbers = np.empty(self.past_lengths.shape, np.int64)
-        bind(self.io.bind_input, name, numbers)
-        return numbers
+    def bind_numbers(self, names: Iterable[str]) -> None:
+        """Bind the inputs with a number for each row that the graph asks for."""
+        for name in names:
+            setattr(self, name, np.empty(self.past_lengths.shape, np.int64))
+            bind(self.io.bind_input, name, getattr(self, name))
 
     def fill_places(self, batch: Batch, ends: Sequence[int]) -> None:
         """Fill in positions, how many of a row are seen, and how long its text is, where the graph asks; ``ends`` are
