@@ -314,9 +314,7 @@ class Decoder(nn.Module):
         values (B, S, N) before the first layer and after each, and each layer's own input. They are outputs so that the
         graph can be cut there. Layers that read caches of others compute only rows whose logits are wanted. Behind the
         caches of a draft head are its hidden states (B, O, N); ``pasts`` are those of the caches that it is lent."""
-        if text_lengths is None:
-            text_lengths = past_lengths + input_ids.shape[1]
-        ropes = [rope(text_lengths) if isinstance(rope, SwitchingRope) else rope.inv_freq for rope in self.rotary_emb]
+        ropes = self.list_frequencies(past_lengths + input_ids.shape[1], text_lengths)
         embedded = self.embed(input_ids, past_lengths)
         beside = None
         if self.head_input is not None:
@@ -358,6 +356,11 @@ class Decoder(nn.Module):
         if self.best_clusters is not None:
             logits = self.best_clusters(logits, scores)
         return logits, presents, borders, inputs
+
+    def list_frequencies(self, ends: Tensor, text_lengths: Tensor | None) -> list[Tensor]:
+        """The frequencies (R/2) of each rope, or where it switches those of each row (B, 1, R/2)."""
+        lengths = ends if text_lengths is None else text_lengths
+        return [rope(lengths) if isinstance(rope, SwitchingRope) else rope.inv_freq for rope in self.rotary_emb]
 
     def empty_caches(self, rows: int, capacity: int) -> list[Tensors]:
         """Zeros for the caches of each layer."""

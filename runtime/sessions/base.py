@@ -119,8 +119,7 @@ class Session(ABC):
         """Free the engine and the cache."""
 
     def _run_row_by_row(self, batch: Batch) -> NDArray[np.float32]:
-        names = ("input_ids", "past_lengths", "logit_indices", "new_lengths", "hidden")
-        names += ("seen_lengths", "text_lengths")
+        names = ["input_ids", "past_lengths", "logit_indices", "new_lengths", "hidden", "seen_lengths", "text_lengths"]
         found = []
         for r in range(len(batch.input_ids)):
             arrays = {name: getattr(batch, name)[r : r + 1] for name in names if getattr(batch, name) is not None}

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from doubles import encoders
 from doubles.speculators import Always
 
 from llmc.bundle import read_bundle
-from llmc.export import export
+from llmc.export.sources.checkpoint import read_checkpoint
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import build
 from llmc.optimize.judge.reference import Reference
@@ -20,11 +21,11 @@ from llmc.runtime.engine.scheduler import Scheduler
 
 # As of the other families: sums run in another order. The other factors cost more than 1.
 LOGIT_TOLERANCE = 4e-4
-ORIGINAL, NEW = 24, 16
+ORIGINAL, NEW = 48, 16
 GREEDY: dict[str, Any] = {"max_tokens": NEW, "temperature": 0, "ignore_eos": True}
 GENERATOR = np.random.default_rng(3)
-# Texts that end short, end with the last short token, cross at each step of several, and begin long.
-LENGTHS = (6, 8, 20, 23, 24, 25, 60)
+# Texts that end short, end with the last short token, become long on the way, and are long from the start.
+LENGTHS = (8, 32, 40, 47, 48, 49, 70)
 PROMPTS = {length: GENERATOR.integers(2, 94, length).tolist() for length in LENGTHS}
 ROPE = {
     "type": "longrope",
@@ -44,7 +45,9 @@ class Longrope:
         self.answers = {length: self.answer(prompt) for length, prompt in PROMPTS.items()}
 
     def build(self, name: str, **changes: Any) -> Path:
-        build(self.case.export, self.folder / name, **{"precision": "fp32", "max_context": 128, "max_batch": 4} | changes)
+        build(
+            self.case.export, self.folder / name, **{"precision": "fp32", "max_context": 128, "max_batch": 4} | changes
+        )
         return self.folder / name
 
     def answer(self, prompt: list[int], tokens: int = NEW) -> tuple[int, ...]:
@@ -95,9 +98,9 @@ def test_rows_on_different_sides_share_calls(longrope, open_model):
     model = open_model()
     handles = {length: model.submit(Request(prompt, SamplingParams(**GREEDY))) for length, prompt in PROMPTS.items()}
     assert {length: handle.result().token_ids for length, handle in handles.items()} == longrope.answers
-    several = model.generate(PROMPTS[20], **GREEDY | {"temperature": 1.0, "seed": 5}, n=3)
+    several = model.generate(PROMPTS[40], **GREEDY | {"temperature": 1.0, "seed": 5}, n=3)
     for output in several.outputs:  # each crosses, and the rows of the others stay as they are
-        alone = model.generate(PROMPTS[20], **GREEDY | {"temperature": 1.0, "seed": output.seed})
+        alone = model.generate(PROMPTS[40], **GREEDY | {"temperature": 1.0, "seed": output.seed})
         assert alone.token_ids == output.token_ids
 
 
@@ -118,7 +121,7 @@ def test_wrong_drafts_change_nothing_where_a_text_switches(longrope, open_model,
 
 def test_a_cached_prefix_keeps_the_factors_that_it_was_computed_with(longrope, open_model):
     model = open_model(prefix_cache_bytes=1 << 24)
-    start = GENERATOR.integers(2, 94, 18).tolist()
+    start = GENERATOR.integers(2, 94, 36).tolist()
     turns = [start, [*start, 5, 7], [*start, *range(2, 40)], [*start, *range(2, 60)], [*start, 9]]
     cached = []
     for prompt in turns:
@@ -138,12 +141,12 @@ def test_a_text_that_is_fed_on_with_the_factors_of_short_ones_would_be_noticed(l
 def test_beams_have_the_factors_of_the_longest_text_that_they_may_become(longrope, open_model):
     """Rows of branches are shared, so none of them switches on the way."""
     model = open_model()
-    short = model.generate(PROMPTS[6], max_tokens=ORIGINAL - 6, num_beams=3, ignore_eos=True)
-    ids = torch.tensor([PROMPTS[6]])
+    short = model.generate(PROMPTS[32], max_tokens=NEW, num_beams=3, ignore_eos=True)
+    ids = torch.tensor([PROMPTS[32]])
     options = {"do_sample": False, "eos_token_id": [1000], "pad_token_id": 0, "num_beams": 3}
-    reference = longrope.case.reference.model.generate(ids, max_new_tokens=ORIGINAL - 6, **options)
-    assert short.token_ids == tuple(reference[0, 6:].tolist())
-    assert model.generate(PROMPTS[20], max_tokens=NEW, num_beams=3, ignore_eos=True).token_ids
+    reference = longrope.case.reference.model.generate(ids, max_new_tokens=NEW, **options)
+    assert short.token_ids == tuple(reference[0, 32:].tolist())
+    assert model.generate(PROMPTS[40], max_tokens=NEW, num_beams=3, ignore_eos=True).token_ids
 
 
 def test_the_references_of_builds_switch_too(longrope):
@@ -167,14 +170,13 @@ def test_a_context_of_short_texts_has_their_factors_alone(longrope):
     assert found == longrope.answers[8]
 
 
-def test_embedders_have_the_factors_of_their_longest_text(longrope, tmp_path):
-    from doubles import encoders
-
-    rope = {"rope_type": "longrope", "original_max_position_embeddings": 16, "factor": 4.0}
-    rope |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0], "rope_theta": 10000.0}
-    folder = encoders.write_embedder(tmp_path / "checkpoint")
-    config = json.loads((folder / "config.json").read_text())
-    pairs = (config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]) // 2
-    rope |= {name: np.linspace(1, last, pairs).tolist() for name, last in (("short_factor", 1), ("long_factor", 5))}
-    (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
-    assert export(folder, tmp_path / "export").geometry.long_after == 0
+def test_embedders_have_the_factors_of_their_longest_text(tmp_path):
+    folder = encoders.write_embedder(tmp_path)
+    values = json.loads((folder / "config.json").read_text())
+    pairs = values["head_dim"] // 2
+    for original, last in ((16, 5.0), (values["max_position_embeddings"], 1.0)):
+        rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": original}
+        rope |= {"short_factor": [1.0] * pairs, "long_factor": [1.0] * (pairs - 1) + [5.0]}
+        (folder / "config.json").write_text(json.dumps({**values, "rope_parameters": rope}))
+        config = read_checkpoint(folder).config
+        assert (config.geometry.long_after, config.ropes[0].factors[-1]) == (0, last)
