@@ -65,8 +65,8 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
         parameters[name] = _make_view(folder, found[name], _plus_one, found[name].shape, "F32")
     for item in recurrents(config):
         parameters |= _convert_recurrent(folder, config, item, found)
-    for item in attentions(config):
-        _convert_head_norms(folder, item, shapes, parameters)
+    for attention in attentions(config):
+        _convert_head_norms(folder, attention, shapes, parameters)
     for name in _list_norms_of_ones(config, shapes):
         parameters[name] = MadeTensor("F32", shapes[name], partial(_filled, 1.0, shapes[name]))
     plain = {name for name, tensor in found.items() if not isinstance(tensor, QuantizedTensor)}
@@ -133,12 +133,12 @@ def _convert_head_norms(
             continue
         own = [f"{norm}.{head}.weight" for head in range(heads)]
         names, shape = (own, (item.head_dim,)) if own[0] in parameters else ([f"{norm}.weight"], (heads, item.head_dim))
-        stored = [parameters.pop(name, None) for name in names]
-        for name, tensor in zip(names, stored, strict=True):
-            if tensor is None:
+        for name in names:
+            if name not in parameters:
                 raise CheckpointError(f"{folder}: tensor {name} is missing; download the checkpoint again")
-            if tensor.shape != shape:
-                raise CheckpointError(f"{folder}: {explain_shape(name, tensor.shape, shape)}")
+            if parameters[name].shape != shape:
+                raise CheckpointError(f"{folder}: {explain_shape(name, parameters[name].shape, shape)}")
+        stored = [parameters.pop(name) for name in names]
         parameters[scale] = MadeTensor("F32", shapes[scale], partial(_read_flat, folder, stored))
         if f"{norm}.bias" in shapes:
             parameters[f"{norm}.bias"] = MadeTensor(

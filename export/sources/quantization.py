@@ -91,7 +91,7 @@ def _gptq(keys: Keys, _: Keys) -> Quantization:
 
 
 def _read_packing(keys: Keys) -> None:
-    """What GPTQModel writes for every method."""
+    """Check the keys that GPTQModel writes for every method."""
     keys.choice("pack_dtype", ("int32",), "int32")
     dynamic = keys.raw("dynamic") or {}
     if not isinstance(dynamic, dict) or any(not str(name).startswith("-:") for name in dynamic):
