@@ -25,6 +25,7 @@ TOWER = "vision"
 HEAD_INPUT = "model.fc"
 # Of one whose hidden states are not as wide as the model's, that which makes them so.
 HEAD_OUTPUT = "model.post_projection"
+LATENT_INPUT, LATENT_OUTPUT = "fc1_latent_proj", "fc2_latent_proj"
 # Of one that first chooses clusters of tokens.
 CENTROIDS = "model.centroids"
 # What an encoder has in the place of the head: layers of an embedding's, ``dense.0`` and on; ``score.0``, a row.
@@ -246,7 +247,7 @@ class Experts:
         count: of experts.
         chosen: how many of them each token goes through.
         inner: width of each, which computes ``down(activation(gate x) * up x)``.
-        width: of a token.
+        width: of a token, or of the vector that the linear ``{name}.fc1_latent_proj`` makes of it.
         bias: whether router and experts add biases, gate and up are clamped and their rows are in turn (gpt-oss).
         codes: what the checkpoint stores their weights as, None of floats.
         activation: of the gate.
@@ -567,6 +568,8 @@ class Geometry:
         layer_scalars: whether each layer ends with a factor of its own.
         vision: of a model that sees: the decoder takes rows of embeddings in the places of tokens' own.
         diffusion: of a diffusion language model, whose graph asks how many positions of a row its tokens see.
+        long_after: tokens of a text beyond which its ropes have other factors (longrope), 0 where they never change;
+            the graph asks for the length of each row's text.
         head: of a draft head: the decoder takes a row for each token, another model's hidden states and its own.
     """
 
@@ -590,6 +593,7 @@ class Geometry:
     vision: Vision | None = None
     diffusion: Diffusion | None = None
     head: DraftHead | None = None
+    long_after: Annotated[int, range(1 << 25)] = 0
 
     @property
     def table(self) -> Linear:
@@ -776,8 +780,14 @@ class Geometry:
         )
 
     def _is_routed(self, item: Experts) -> bool:
-        router = self.linear.get(f"{item.name}.router")
-        return router is not None and (router.outputs, router.inputs) == (item.count, item.width) and router.exact
+        router, down, up = (self.linear.get(f"{item.name}.{name}") for name in ("router", LATENT_INPUT, LATENT_OUTPUT))
+        width = item.width if down is None else down.inputs
+        return (
+            router is not None
+            and (router.outputs, router.inputs, router.exact) == (item.count, width, True)
+            and (down and down.outputs) == (up and up.inputs) == (down and item.width)
+            and (up is None or up.outputs == width)
+        )
 
     @property
     def _has_sound_end(self) -> bool:

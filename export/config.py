@@ -12,6 +12,8 @@ from llmc.inventory import (
     HEAD,
     HEAD_INPUT,
     HEAD_OUTPUT,
+    LATENT_INPUT,
+    LATENT_OUTPUT,
     PER_LAYER,
     PER_LAYER_PROJECTION,
     POSITIONS,
@@ -55,7 +57,8 @@ class Rope:
         low_freq_factor, high_freq_factor: turns within the original positions between which llama3 blends.
         original_max_positions: positions that the model was trained with.
         beta_slow, beta_fast: as low_freq_factor and high_freq_factor, of yarn; ``truncate`` widens to whole pairs.
-        factors: each divides one frequency (longrope).
+        factors, long_factors: each divides one frequency (longrope), of texts with at most ``original_max_positions``
+            tokens and of longer ones; without the latter texts of any length have the same.
         share: pairs of all that turn at all, the first ones (proportional).
         magnitude: of the rotated vectors, 1 where turning leaves their length as it is.
         interleaved: whether a pair is two neighbours, instead of one value of each half.
@@ -72,6 +75,7 @@ class Rope:
     beta_fast: float = 32.0
     truncate: bool = True
     factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
     share: float = 1.0
     magnitude: float = 1.0
     interleaved: bool = False
@@ -90,6 +94,7 @@ class AttentionConfig:
         query_growth: g in 1 + g * ln(1 + floor(position / growth_period)), which multiplies queries; 0 for none.
         qk_norm: whether queries and keys are normalised, each head or all heads together, before they are rotated or
             after.
+        qk_scales: whether each head has weights of its own behind its norm, which then has ones.
         qkv_bias, o_bias: whether the projections add a bias.
         causal: whether a position sees none after it.
         gated: whether the output is multiplied by the sigmoid of a gate, which ``q_proj`` makes too: of each head its
@@ -114,6 +119,7 @@ class AttentionConfig:
     query_growth: float = 0.0
     growth_period: int = 1
     qk_norm: QkNorm = "none"
+    qk_scales: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     causal: bool = True
@@ -220,6 +226,8 @@ class ExpertsConfig:
         squared: whether checkpoints have experts without a gate, of relu(x) ** 2: their ``up_proj``, times STEEP, is
             here the gate too, and ``scale`` has the factor.
         activation: see :class:`llmc.inventory.Experts`.
+        latent: width of the vector that experts read and make, from and to the stream by a linear each; 0 without one.
+        latent_bias: whether these linears add a bias.
         routed_apart: whether the router reads the residual stream through a norm of its own, and the weights of those
             chosen are multiplied by a factor of each expert, behind all else.
     """
@@ -239,6 +247,8 @@ class ExpertsConfig:
     best: int = 1
     squared: bool = False
     activation: ExpertActivation = "silu"
+    latent: int = 0
+    latent_bias: bool = False
     routed_apart: bool = False
 
     @property
@@ -394,7 +404,7 @@ class DecoderConfig:
         transposed: whether the linears of layers are stored as [inputs, outputs].
         renamed: parts of the names of tensors in the checkpoint, whole words between dots, and what they are called
             here.
-        left_out: modules whose tensors belong to another part of the model; words of names, between dots.
+        left_out: modules whose tensors belong to another part of the model; parts of names, whole words between dots.
         encoder: its end where it embeds or ranks, and has no head.
         head: its start where it is a draft head.
         per_layer, layer_scalars, vision: see :class:`llmc.inventory.Geometry`.
@@ -469,6 +479,7 @@ class DecoderConfig:
             layer_scalars=self.layer_scalars,
             vision=self.vision,
             diffusion=self.diffusion,
+            long_after=max((rope.original_max_positions for rope in self.ropes if rope.long_factors), default=0),
             head=DraftHead(self.head.borders, self.head.width, self.own_width) if self.head else None,
         )
 
@@ -543,6 +554,7 @@ def _layer_linears(config: DecoderConfig, index: int) -> list[Linear]:
         read = read if place.before_experts else (read[0], "")  # a factor cannot be moved where experts read it too
         source = f"{router}_norm" if layer.experts.routed_apart else read[0]
         found.append(Linear(router, layer.experts.count, config.hidden_size, bias, source, "", index, exact=True))
+        found += _latent_linears(layer.experts, config.hidden_size, index, read)
     if layer.mlp is not None:
         found += _mlp_linears(layer.mlp, config.hidden_size, index, read)
     if config.per_layer:
@@ -587,6 +599,14 @@ def _recurrent_linears(mixer: RecurrentConfig, hidden: int, index: int, read: tu
         scalars = ("beta_proj", "decay_proj") if mixer.rule == "delta" else ("decay_proj",)
         found += [Linear(f"{at}.{it}", mixer.value_heads, hidden, False, *read, index, exact=True) for it in scalars]
     return [*found, Linear(f"{at}.out_proj", hidden, mixer.inner, bias, at, "", index)]
+
+
+def _latent_linears(experts: ExpertsConfig, hidden: int, index: int, read: tuple[str, str]) -> list[Linear]:
+    at, width, bias = f"{_path(index)}.experts", experts.latent, experts.latent_bias
+    if not width:
+        return []
+    down, up = (f"{at}.{name}" for name in (LATENT_INPUT, LATENT_OUTPUT))
+    return [Linear(down, width, hidden, bias, *read, index), Linear(up, hidden, width, bias, at, "", index)]
 
 
 def _mlp_linears(mlp: MlpConfig, hidden: int, index: int, read: tuple[str, str]) -> list[Linear]:
@@ -712,7 +732,8 @@ def mixtures(config: DecoderConfig) -> tuple[Experts, ...]:
     """Every mixture of experts in the order of the layers."""
     return tuple(
         Experts(
-            *(f"{_path(index)}.experts", index, it.count, it.chosen, it.inner, config.hidden_size, it.clamped),
+            *(f"{_path(index)}.experts", index, it.count, it.chosen, it.inner),
+            *(it.latent or config.hidden_size, it.clamped),
             activation=it.activation,
         )
         for index, it in enumerate(layer.experts for layer in config.layers)
@@ -763,6 +784,8 @@ def _layer_shapes(layer: Layer) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of a layer's tensors beside linears, norms and experts."""
     if layer.attention is not None and layer.attention.sinks:
         yield "self_attn.sinks", (layer.attention.heads,)
+    if layer.attention is not None and layer.attention.qk_scales:
+        yield from ((f"self_attn.{p}_scale", (it,)) for p, it in zip("qk", layer.attention.widths, strict=True))
     if layer.recurrent is not None:
         yield from ((f"recurrent.{name}", shape) for name, shape in _recurrent_shapes(layer.recurrent))
     if layer.experts is not None and layer.experts.corrected:

@@ -15,7 +15,7 @@ from llmc.export.blocks.linear import Embedding, Linear, PositionEmbedding, Tied
 from llmc.export.blocks.mlp import ACTIVATIONS, MLP
 from llmc.export.blocks.norm import Norm
 from llmc.export.blocks.recurrent import Recurrent
-from llmc.export.blocks.rope import RotaryEmbedding, inverse_frequencies
+from llmc.export.blocks.rope import SwitchingRope, make_rope
 from llmc.export.blocks.scale import Scale, Softcap
 from llmc.export.config import EMBEDDING_NORM, DecoderConfig, HeadConfig
 
@@ -293,7 +293,7 @@ class Decoder(nn.Module):
         self.best_clusters = None
         if config.head and config.head.clusters:
             self.best_clusters = BestClusters(config.head.clusters, config.head.best)
-        self.rotary_emb = nn.ModuleList(RotaryEmbedding(inverse_frequencies(rope)) for rope in config.ropes)
+        self.rotary_emb = nn.ModuleList(map(make_rope, config.ropes))
 
     def forward(
         self,
@@ -305,14 +305,16 @@ class Decoder(nn.Module):
         rows: tuple[Tensor, Tensor] | None = None,
         positions: Tensor | None = None,
         seen_lengths: Tensor | None = None,
+        text_lengths: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensors], list[Tensor], list[Tensor]]:
         """ids (B, S), lengths (B), indices (B, O), the tensors of each layer's caches, where one is a state new lengths
         (B), where the model sees indices (B, S) of rows and these (R, N), where positions have several axes these (3,
-        B, S), and of a diffusion model how many positions a row's tokens see (B) -> logits (B, O, V), caches, and the
+        B, S), of a diffusion model how many positions a row's tokens see (B), and where ropes switch how long each
+        row's text is (B), by default up to its last new token -> logits (B, O, V), caches, and the
         values (B, S, N) before the first layer and after each, and each layer's own input. They are outputs so that the
         graph can be cut there. Layers that read caches of others compute only rows whose logits are wanted. Behind the
         caches of a draft head are its hidden states (B, O, N); ``pasts`` are those of the caches that it is lent."""
-        ropes = [rope.inv_freq for rope in self.rotary_emb]
+        ropes = self.list_frequencies(past_lengths + input_ids.shape[1], text_lengths)
         embedded = self.embed(input_ids, past_lengths)
         beside = None
         if self.head_input is not None:
@@ -354,6 +356,14 @@ class Decoder(nn.Module):
         if self.best_clusters is not None:
             logits = self.best_clusters(logits, scores)
         return logits, presents, borders, inputs
+
+    def list_frequencies(self, ends: Tensor, text_lengths: Tensor | None) -> list[Tensor]:
+        """The frequencies (R/2) of each rope, or where it switches those of each row (B, 1, R/2)."""
+        lengths = ends if text_lengths is None else text_lengths
+        found: list[Any] = [
+            rope(lengths) if isinstance(rope, SwitchingRope) else rope.inv_freq for rope in self.rotary_emb
+        ]
+        return found
 
     def empty_caches(self, rows: int, capacity: int) -> list[Tensors]:
         """Zeros for the caches of each layer."""

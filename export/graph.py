@@ -7,7 +7,8 @@ Names in the result, which later stages rely on (``P`` is a module path such as 
   ``P.weight.zero_points``; an Add ``P.weight.add`` between two Reshapes adds ``P.weight.offsets`` [N, K / block, 1] by
   blocks, if it has them, and a Gather ``P.weight.gather`` puts columns that are sorted by groups into the order of
   the inputs, ``P.weight.order``; the only computed ones are frequencies: those of the
-  decoder's ropes, ``rotary_emb.{i}.inv_freq`` also where there is one, and zeros for an attention that encodes no
+  decoder's ropes, ``rotary_emb.{i}.inv_freq`` also where there is one, and ``rotary_emb.{i}.long_inv_freq`` of long
+  texts, between which a Where ``rotary_emb.{i}.where`` chooses for each row; and zeros for an attention that encodes no
   positions, or reads what ``P.q_rope`` and ``P.k_rope`` turned already, ``P.rotary_emb.inv_freq`` (an ONNX function
   cannot leave out an input, and to turn by zero is exact), and of a draft head ``token_rows.index`` and
   ``best_clusters.cluster``;
@@ -205,6 +206,9 @@ def _samples(geometry: inventory.Geometry) -> tuple[tuple[Any, ...], tuple[Any, 
     if geometry.diffusion:
         more += [None, torch.full_like(lengths, _SEQUENCE)]
         more_dims += [None, {0: batch}]
+    if geometry.long_after:
+        more += [None] * (4 - len(more)) + [torch.full_like(lengths, _SEQUENCE)]
+        more_dims += [None] * (4 - len(more_dims)) + [{0: batch}]
     return (*arguments, *more), (*dims, *more_dims)
 
 
@@ -221,6 +225,7 @@ def _name_contract(graph: ir.Graph, geometry: inventory.Geometry) -> None:
         inputs += ["embedding_indices", "embeddings"] if takes_rows else []
         inputs += ["positions"] if geometry.vision and geometry.vision.axes else []
         inputs += ["seen_lengths"] if geometry.diffusion else []
+        inputs += ["text_lengths"] if geometry.long_after else []
         outputs = ["logits", *(name for cache in geometry.caches for name in cache.outputs)]
         outputs += [bundle.HIDDEN] if geometry.head else []
         cached = (shapes[i] for i, name in enumerate(inputs) if name.startswith("past_key_values."))
@@ -265,8 +270,11 @@ def _shape_initializer(graph: ir.Graph, dims: Sequence[int]) -> ir.Value:
 
 def _frequencies(config: DecoderConfig) -> dict[str, npt.NDArray[np.float32]]:
     used = {attention.rope for attention in config.geometry.attentions}
+    ropes = {f"rotary_emb.{i}": rope for i, rope in enumerate(config.ropes) if i in used}
+    switching = {f"{name}.long_inv_freq": rope for name, rope in ropes.items() if rope.long_factors}
     return {
-        f"rotary_emb.{i}.inv_freq": inverse_frequencies(rope) for i, rope in enumerate(config.ropes) if i in used
+        **{f"{name}.inv_freq": inverse_frequencies(rope) for name, rope in ropes.items()},
+        **{name: inverse_frequencies(rope, long=True) for name, rope in switching.items()},
     } | {
         f"{attention.name}.rotary_emb.inv_freq": np.zeros(attention.head_dim // 2, np.float32)
         for attention in config.geometry.attentions

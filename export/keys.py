@@ -95,6 +95,9 @@ RANGES: dict[str, tuple[float, float]] = {
     # 0.1 is published; it multiplies a logarithm.
     "llama_4_scaling_beta": (0, 1e3),
     "no_rope_layer_interval": (1, 1024),
+    # Layers that predict further tokens.
+    "num_nextn_predict_layers": (0, 64),
+    "num_mtp_layers": (0, 64),
     # Of Gemma 4.
     "global_head_dim": (2, 4096),
     "num_global_key_value_heads": (1, 4096),
@@ -126,6 +129,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "num_experts": (1, 4095),
     "num_experts_per_tok": (1, 4095),
     "moe_intermediate_size": (1, 1 << 19),
+    "moe_latent_size": (1, 1 << 20),
     "shared_expert_intermediate_size": (1, 1 << 19),
     "moe_shared_expert_intermediate_size": (1, 1 << 19),
     "decoder_sparse_step": (1, 1024),

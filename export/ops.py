@@ -95,6 +95,7 @@ _SEEN = (
 # The first R values of a head are rotated and the rest left as they are: value i with i + R/2, or, if interleaved, 2i
 # with 2i + 1, turned by position * inv_freq[i] and made longer by the magnitude. Queries are multiplied by
 # 1 + growth * ln(1 + floor(position / period)). A softcap c bounds a product s as c * tanh(s / c); 0 is none.
+# Where ropes switch, inv_freq is (B, 1, R/2), of each row's text.
 # A query at position p sees the cache slots 0..p, and with a window W only p-W+1..p. Every past_lengths + S must fit
 # into C, and slots that were never written must hold finite numbers, for a masked NaN remains NaN.
 _CACHED_ATTENTION = (
@@ -488,7 +489,7 @@ def emit_node(operator: str, inputs: Sequence[Tensor], attributes: dict[str, Any
 
 def _attributes(inv_freq: Tensor, knobs: Knobs) -> dict[str, Any]:
     numbers = {name: int(value) if isinstance(value, bool) else value for name, value in asdict(knobs).items()}
-    return {**numbers, "rotary_dim": 2 * inv_freq.shape[0]}
+    return {**numbers, "rotary_dim": 2 * inv_freq.shape[-1]}
 
 
 def _rotate_projections(
@@ -538,9 +539,9 @@ def _heads(x: Tensor, head_dim: int) -> Tensor:
 
 def _rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, knobs: Knobs) -> Tensor:
     by_pair = positions if positions.dim() == 3 else positions.unsqueeze(-1)
-    angles = by_pair.unsqueeze(1).float() * inv_freq  # (B, 1, S, R/2)
+    angles = (by_pair.float() * inv_freq).unsqueeze(1)  # (B, 1, S, R/2)
     cos, sin = angles.cos() * knobs.magnitude, angles.sin() * knobs.magnitude
-    turned, rest = x.tensor_split([2 * inv_freq.shape[0]], dim=-1)
+    turned, rest = x.tensor_split([2 * inv_freq.shape[-1]], dim=-1)
     first, second = (turned[..., ::2], turned[..., 1::2]) if knobs.interleaved else turned.chunk(2, dim=-1)
     pairs = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat((torch.stack(pairs, -1).flatten(-2) if knobs.interleaved else torch.cat(pairs, -1), rest), -1)

@@ -128,12 +128,14 @@ def windows_by_pattern(keys: Keys, default: int) -> tuple[int, ...]:
 
 
 def token_ids(keys: Keys, name: str, vocab_size: int) -> tuple[int, ...]:
+    """The ids under ``name`` that the model has rows for; a note names the others, which it neither reads nor makes."""
     value = keys.raw(name)
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if len(ids) > MOST_TOKEN_IDS or any(type(token) is not int or not 0 <= token < vocab_size for token in ids):
-        few = f"a list of at most {MOST_TOKEN_IDS} such"
-        raise keys.error(name, value, f"null, a token id below vocab_size={vocab_size} or {few}")
-    return tuple(ids)
+    if len(ids) > MOST_TOKEN_IDS or any(type(token) is not int or token < 0 for token in ids):
+        raise keys.error(name, value, f"null, a token id, or a list of at most {MOST_TOKEN_IDS} token ids")
+    if beyond := [token for token in ids if token >= vocab_size]:
+        keys.note(f"{name} names {str(beyond)[1:-1]:.80}, but vocab_size={vocab_size}: left out")
+    return tuple(token for token in ids if token < vocab_size)
 
 
 def _max_positions(keys: Keys) -> int:

@@ -52,6 +52,11 @@ def read_ropes(keys: Keys, rules: RopeRules, head_dim: int, max_positions: int) 
     found = tuple(
         reader.read(None if inner.raw(kind) is None else inner.inside(kind), *base) for kind, base in kinds.items()
     )
+    if flat := [name for name in keys.raw("rope_parameters") if name not in kinds]:
+        keys.note(
+            f"rope_parameters: {', '.join(flat):.80} is of no kind of layer and was left out, as transformers does"
+        )
+        inner.skip(*flat)
     inner.finish()
     return found
 
@@ -80,8 +85,9 @@ class _Reader:
             inner_theta *= scaling.pop("alpha") ** (dim / (dim - 2))
         if kind in ("dynamic", "ntk_alpha"):
             kind = "default"
-        if len(scaling.get("factors", ())) not in (0, dim // 2):
-            raise keys.error("long_factor", len(scaling["factors"]), f"{dim // 2} numbers, one for each rotated pair")
+        for name, factors in (("short_factor", "factors"), ("long_factor", "long_factors")):
+            if (count := len(scaling.get(factors, ()))) not in (0, dim // 2):
+                raise keys.error(name, count, f"{dim // 2} numbers, one for each rotated pair")
         return Rope(dim, inner_theta, cast(RopeType, kind), interleaved=rules.interleaved, **scaling)
 
     def _dim(self, keys: Keys) -> int:
@@ -116,6 +122,7 @@ class _Reader:
         if kind == "llama3":
             scaling |= _read_rising(keys, "low_freq_factor", "high_freq_factor")
         if kind == "yarn":
+            keys.skip("finetuned")
             if theta <= 1:
                 raise keys.error("rope_theta", theta, "more than 1, of which yarn takes the logarithm")
             scaling |= _read_rising(keys, "beta_slow", "beta_fast", 1.0, 32.0)
@@ -131,23 +138,15 @@ class _Reader:
         return self.config.integer(name, inner)
 
     def _longrope(self, keys: Keys) -> dict[str, Any]:
-        """Factors of short texts if no text is longer than the original positions, else those of long texts for all.
-
-        transformers changes them when a text grows beyond, and so what it cached no longer fits.
-        """
+        """Factors of texts within the original positions and, if there are longer ones, theirs."""
         original = self._original(keys)
         short, long = keys.numbers("short_factor"), keys.numbers("long_factor")
         factor = keys.number("factor", self.max_positions / original)
-        if self.max_positions > original:
-            self.config.note(
-                f"longrope: texts of any length are computed with the factors of those beyond {original} positions; "
-                f"for the factors of shorter ones set max_position_embeddings to {original}, and the rope's factor to "
-                f"{factor:g}, before the export"
-            )
         advised = sqrt(1 + log(factor) / log(original)) if factor > 1 < original else 1.0
         return {
             "original_max_positions": original,
-            "factors": long if self.max_positions > original else short,
+            "factors": short,
+            "long_factors": long if self.max_positions > original else (),
             "magnitude": keys.number("attention_factor", advised),
         }
 

@@ -37,7 +37,6 @@ class StreamedDecoder:
         self.geometry = self.config.geometry
         self.device = torch.device(device)
         self._stored = read_weights(folder)
-        self._ropes = [torch.tensor(inverse_frequencies(rope), device=self.device) for rope in self.config.ropes]
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids (B, S) -> vectors (B, S, hidden); only the rows asked for are read."""
@@ -74,13 +73,19 @@ class StreamedDecoder:
         shown = ops.PLAIN
         if self.config.diffusion is not None:  # every token sees the last
             shown = ops.Shown(ahead=torch.arange(length - 1, -1, -1, device=self.device).expand(batch, -1))
-        out, presents = layer(x, past, places, self._ropes, start + length, own, shown)
+        out, presents = layer(x, past, places, self._make_ropes(length), start + length, own, shown)
         found = dict(zip((name for cache in held for name in cache.outputs), presents, strict=True))
         for cache in held:
             for span, name in zip(self._carried.get(cache.name, ()), cache.outputs, strict=False):
                 carried = carried.clone()
                 carried[..., span] = found[name].transpose(1, 2).flatten(2)
         return torch.cat((out, carried), -1), found
+
+    def _make_ropes(self, length: int) -> list[Tensor]:
+        """The frequencies of every rope in texts of this length."""
+        long = [bool(rope.long_factors) and length > rope.original_max_positions for rope in self.config.ropes]
+        found = map(lambda rope, long: inverse_frequencies(rope, long=long), self.config.ropes, long)
+        return [torch.tensor(frequencies, device=self.device) for frequencies in found]
 
     def _own_input(self, index: int, carried: Tensor) -> Tensor | None:
         width = self.config.per_layer

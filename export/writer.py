@@ -78,10 +78,11 @@ def _place_files(source: Checkpoint, staging: Path) -> int:
     new_bytes = sum(link(path, staging / path.name) for path in source.files)
     for name, text in source.texts.items():
         new_bytes += (staging / name).write_bytes(text.encode())
-    if source.texts:
+    if bundle.CONFIG_FILE in source.texts:
         return new_bytes
     # Calibration needs the config to build the torch decoder.
     index = [INDEX_FILE] if source.files[0].name != SINGLE_FILE else []
-    new_bytes += copy_own(source.folder, [bundle.CONFIG_FILE, *bundle.TOKENIZER_FILES, *index], staging)
+    names = (bundle.CONFIG_FILE, *bundle.TOKENIZER_FILES, *index)
+    new_bytes += copy_own(source.folder, [name for name in names if name not in source.texts], staging)
     place_templates(source.folder, staging, source.config.tower is not None)
     return new_bytes

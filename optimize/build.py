@@ -199,7 +199,7 @@ def _manifest(order: Order, graphs: dict[str, Graph], engine: EngineConfig | Non
         schema_version=SCHEMA_VERSION,
         llmc_version=__version__,
         graph_contract=GRAPH_CONTRACT_VERSION,
-        geometry=export.geometry,
+        geometry=replace(export.geometry, long_after=export.geometry.long_after * _switches_ropes(order)),
         source=export.source,
         generation=export.generation,
         notes=(*export.notes, *_notes(order)),
@@ -221,9 +221,19 @@ def _manifest(order: Order, graphs: dict[str, Graph], engine: EngineConfig | Non
     )
 
 
+def _switches_ropes(order: Order) -> bool:
+    """True if the graph has the factors of short texts and of long ones, where ropes have both."""
+    return order.target.name == "cpu" and order.limits.max_context > order.export.geometry.long_after
+
+
 def _notes(order: Order) -> list[str]:
     """Notes on what makes this bundle worse than it might be."""
     recipe, geometry, found = order.recipe, order.export.geometry, []
+    if 0 < geometry.long_after < order.limits.max_context and not _switches_ropes(order):
+        found.append(
+            f"longrope: texts of any length have the factors of those beyond {geometry.long_after} tokens; build with "
+            f"--max-context {geometry.long_after} for the factors of shorter ones"
+        )
     if geometry.coded and recipe.precision != "source":
         found.append(
             f"the checkpoint stores the weights of {len(geometry.coded)} linears or mixtures as codes, from which "

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from llmc.bundle import GRAPH_CONTRACT_VERSION, Geometry
 from llmc.errors import BuildError
-from llmc.optimize.lower import packing, raising, types
+from llmc.optimize.lower import packing, raising, rotary, types
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime import (
     adapters,
@@ -56,6 +56,8 @@ class Step:
 # Everything else works on whole linears instead of Transpose, MatMul and Add.
 RAISE = Step("raise linears", raising.raise_linears, lambda g: len(g.linears))
 # Before attention is lowered: it is the CachedAttention node that tells which three linears belong together.
+# Ropes with other factors for long texts.
+FIX_FACTORS = Step("fix factors of ropes", rotary.fix_factors)
 PACK_PROJECTIONS = Step("pack projections", attention.pack_projections, lambda g: len(g.writing))
 LOWER_NORMS = Step("lower norms", norms.lower_norms, lambda g: len(g.norms))
 FUSE_SILU = Step("fuse SiLU", norms.fuse_silu, lambda g: g.silus)
@@ -72,6 +74,7 @@ REMOVE_DEAD = Step("remove dead nodes", lambda graph, _: remove_dead(graph))
 def _tensorrt(pack: Pass) -> tuple[Step, ...]:
     return (
         RAISE,
+        FIX_FACTORS,
         # Query, key and value, gate and up.
         Step("pack linears", pack),
         Step("lower attention", native.lower_attention, lambda g: len(g.attentions)),
@@ -88,6 +91,7 @@ def _tensorrt(pack: Pass) -> tuple[Step, ...]:
 PASSES: dict[str, tuple[Step, ...]] = {
     "cpu": (
         RAISE,
+        Step("switch factors of ropes", rotary.switch_factors),
         PACK_PROJECTIONS,
         Step("lower attention", cpu_attention.lower_attention, lambda g: len(g.attentions)),
         Step("type cache", attention.type_cache),
@@ -145,6 +149,7 @@ PASSES: dict[str, tuple[Step, ...]] = {
     "tensorrt-rtx": _tensorrt(packing.pack_integers),
     "cuda": (
         RAISE,
+        FIX_FACTORS,
         PACK_PROJECTIONS,
         # One product of gate and up: for one row the kernels are far from the memory's bandwidth, the farther the
         # fewer outputs (onnxruntime issue 32382).

@@ -51,6 +51,11 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (Norm(size, norm) if size else nn.Identity() for size in sizes)
         if config.source is not None:
             self.k_norm = nn.Identity()
+        self.q_scale = self.k_scale = None
+        if config.qk_scales:
+            self.q_scale, self.k_scale = (
+                nn.Parameter(torch.empty(width), requires_grad=False) for width in config.widths
+            )
         self.v_norm = Norm(config.head_dim, norm) if config.value_norm and config.source is None else nn.Identity()
         self.q_rope, self.k_rope = Rotation(), Rotation()
         self.sinks = nn.Parameter(torch.empty(config.heads), requires_grad=False) if config.sinks else None
@@ -79,12 +84,14 @@ class Attention(nn.Module):
                 for rope, part in ((self.q_rope, q), (self.k_rope, k))
             )
             inv_freq = None
-        projected = self.q_norm(q), self.k_norm(k), self.v_norm(v)
+        q, k, v = self.q_norm(q), self.k_norm(k), self.v_norm(v)
+        if self.q_scale is not None and self.k_scale is not None:
+            q, k = q * as_float(self.q_scale), k * as_float(self.k_scale)
         inv_freq = self.rotary_emb.inv_freq if inv_freq is None else inv_freq
         if past is None:
             assert self.sinks is None, "no encoder has sinks"
-            attn = ops.self_attention(*projected, lengths, inv_freq, self.knobs, causal=config.causal)
+            attn = ops.self_attention(q, k, v, lengths, inv_freq, self.knobs, causal=config.causal)
             return self.o_proj(attn), ()
         sinks = None if self.sinks is None else as_float(self.sinks)
-        attn, keys, values = ops.cached_attention(*projected, past, lengths, inv_freq, self.knobs, sinks, shown)
+        attn, keys, values = ops.cached_attention(q, k, v, past, lengths, inv_freq, self.knobs, sinks, shown)
         return self.o_proj(attn if gate is None else attn * torch.sigmoid(gate)), (keys, values)

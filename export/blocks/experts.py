@@ -37,8 +37,12 @@ class Experts(nn.Module):
             self.per_expert_scale = nn.Parameter(torch.empty(config.count), requires_grad=False)
         self.router = Linear(hidden_size, config.count, bias=config.clamped)
         self.correction = nn.Parameter(torch.empty(config.count), requires_grad=False) if config.corrected else None
-        self.gate_up_proj = Stacked(config.count, hidden_size, 2 * config.inner, bias=config.clamped)
-        self.down_proj = Stacked(config.count, config.inner, hidden_size, bias=config.clamped)
+        width, self.fc1_latent_proj, self.fc2_latent_proj = config.latent or hidden_size, None, None
+        if config.latent:
+            self.fc1_latent_proj = Linear(hidden_size, width, bias=config.latent_bias)
+            self.fc2_latent_proj = Linear(width, hidden_size, bias=config.latent_bias)
+        self.gate_up_proj = Stacked(config.count, width, 2 * config.inner, bias=config.clamped)
+        self.down_proj = Stacked(config.count, config.inner, width, bias=config.clamped)
         self.scale = Scale(config.scale)
         self.watch: Callable[[int, Tensor, Tensor], None] | None = None  # see expert_ops.experts
 
@@ -58,5 +62,6 @@ class Experts(nn.Module):
         parts = self.gate_up_proj, self.down_proj
         biases = [part.bias for part in parts if part.bias is not None]
         stacks = [part.weight for part in parts]
-        y: Tensor = self.scale(expert_ops.experts(x, scores, weights, stacks, biases, self.knobs, self.watch))
-        return y
+        read = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
+        y: Tensor = self.scale(expert_ops.experts(read, scores, weights, stacks, biases, self.knobs, self.watch))
+        return y if self.fc2_latent_proj is None else self.fc2_latent_proj(y)

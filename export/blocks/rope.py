@@ -20,8 +20,28 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", torch.tensor(frequencies), persistent=False)
 
 
-def inverse_frequencies(rope: Rope) -> npt.NDArray[np.float32]:
-    """Angle per position of each rotated pair, float32 [dim / 2].
+class SwitchingRope(RotaryEmbedding):
+    """The angles of a rope with other factors for long texts."""
+
+    long_inv_freq: Tensor  # (R/2)
+
+    def __init__(self, rope: Rope) -> None:
+        super().__init__(inverse_frequencies(rope))
+        self.original = rope.original_max_positions
+        self.register_buffer("long_inv_freq", torch.tensor(inverse_frequencies(rope, long=True)), persistent=False)
+
+    def forward(self, text_lengths: Tensor) -> Tensor:
+        """Lengths (B) of texts -> the angles (B, 1, R/2) of each."""
+        is_long = (text_lengths > self.original).unsqueeze(-1).unsqueeze(-1)
+        return torch.where(is_long, self.long_inv_freq, self.inv_freq)
+
+
+def make_rope(rope: Rope) -> RotaryEmbedding:
+    return SwitchingRope(rope) if rope.long_factors else RotaryEmbedding(inverse_frequencies(rope))
+
+
+def inverse_frequencies(rope: Rope, *, long: bool = False) -> npt.NDArray[np.float32]:
+    """Angle per position of each rotated pair, float32 [dim / 2]; ``long`` of longrope's long texts.
 
     Source: RoFormer (arXiv 2104.09864); position interpolation (arXiv 2306.15595) for ``linear``; for ``llama3`` the
     ``apply_scaling`` of Meta's llama-models repository; arXiv 2309.00071 for ``yarn``, 2402.13753 for ``longrope``.
@@ -29,7 +49,7 @@ def inverse_frequencies(rope: Rope) -> npt.NDArray[np.float32]:
     """
     exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
     powers = np.power(np.float32(rope.theta), exponents)
-    frequencies = np.float32(1) / (powers * np.array(rope.factors or 1, np.float32))
+    frequencies = np.float32(1) / (powers * np.array((rope.long_factors if long else rope.factors) or 1, np.float32))
     if rope.type == "proportional":
         frequencies[int(rope.share * rope.dim // 2) :] = 0
     if rope.type in ("linear", "proportional"):

@@ -24,6 +24,8 @@ FAMILIES = {
     "gemma3_text": "llmc.export.families.gemma3_text:read",
     "gemma4": "llmc.export.families.gemma4:read",
     "gemma4_text": "llmc.export.families.gemma4_text:read",
+    "gemma4_unified": "llmc.export.families.gemma4_unified:read",
+    "gemma4_unified_text": "llmc.export.families.gemma4_unified:read_text",
     "glm4": "llmc.export.families.glm4:read",
     "gpt2": "llmc.export.families.gpt2:read",
     "gpt_neox": "llmc.export.families.gpt_neox:read",

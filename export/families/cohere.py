@@ -9,9 +9,8 @@ from llmc.export.reading import read_decoder
 
 def read(keys: Keys) -> DecoderConfig:
     """Only Command R+ has ``use_qk_norm``; each of its heads has its own norm weights."""
-    if keys.flag("use_qk_norm"):
-        raise keys.error("use_qk_norm", True, "false, since norms with weights for each head are not supported")
-    return read_parallel(keys)
+    config, normed = read_parallel(keys), keys.flag("use_qk_norm")
+    return config.change_attentions(lambda _, it: replace(it, qk_norm="head", qk_scales=True)) if normed else config
 
 
 def read_parallel(

@@ -10,6 +10,8 @@ from llmc.export.reading import read_decoder, windows_by_pattern
 def read(keys: Keys) -> DecoderConfig:
     """Scaling applies to the full-attention layers; windowed layers have another base."""
     keys.skip("cache_implementation", "_sliding_window_pattern")
+    if keys.optional_number("attn_logit_softcapping") is not None:
+        keys.leave_out("attn_logit_softcapping", "is not applied by transformers")
     bias = keys.flag("attention_bias")
     config = read_decoder(
         keys,
@@ -26,7 +28,6 @@ def read(keys: Keys) -> DecoderConfig:
         local_theta=("rope_local_base_freq", 10_000.0),
         default_tied=True,
         scale=keys.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        softcap=keys.optional_number("attn_logit_softcapping") or 0.0,
     )
     final = keys.optional_number("final_logit_softcapping") or 0.0
     config = replace(config, embedding_scale=config.hidden_size**0.5, logit_softcap=final)

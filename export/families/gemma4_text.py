@@ -29,7 +29,7 @@ RENAMED = (
 )
 
 
-def read(keys: Keys) -> DecoderConfig:
+def read(keys: Keys, default_per_layer: int = 256) -> DecoderConfig:
     """The last ``num_kv_shared_layers`` read the cache of the last layer before them with the same kind of window."""
     ropes = keys.raw("rope_parameters")
     if not isinstance(ropes, dict) or not (ropes.get("full_attention") and ropes.get("sliding_attention")):
@@ -67,7 +67,7 @@ def read(keys: Keys) -> DecoderConfig:
             keys_are_values=alike and not it.window,
         )
     )
-    per_layer = keys.integer("hidden_size_per_layer_input", 256)
+    per_layer = keys.integer("hidden_size_per_layer_input", default_per_layer)
     rows = keys.integer("vocab_size_per_layer_input", config.vocab_size)
     if per_layer and rows != config.vocab_size:
         raise keys.error("vocab_size_per_layer_input", rows, f"vocab_size={config.vocab_size}")

@@ -17,6 +17,7 @@ def read(keys: Keys) -> DecoderConfig:
         default_head_dim=128,
         rope_own=("llama_4_scaling_beta", "max_position_embeddings"),
     )
-    growth = rope.number("llama_4_scaling_beta")
-    period = rope.integer("original_max_position_embeddings")
+    if rope.raw("llama_4_scaling_beta") is None:
+        return config
+    growth, period = rope.number("llama_4_scaling_beta"), rope.integer("original_max_position_embeddings")
     return config.change_attentions(lambda _, it: replace(it, query_growth=growth, growth_period=period))

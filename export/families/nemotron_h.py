@@ -34,6 +34,7 @@ RENAMED = (
     *((f"mixer.{part}_proj", f"mlp.{part}_proj") for part in ("up", "down")),
     *(("mixer.experts", "experts"), ("mixer.shared_experts", "mlp"), ("mixer.gate", "experts.router")),
     ("mixer.gate.e_score_correction_bias", "experts.correction"),
+    *((f"mixer.{name}_latent_proj", f"experts.{name}_latent_proj") for name in ("fc1", "fc2")),
 )
 MIXTURE = (
     *("moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_overlap"),
@@ -50,14 +51,14 @@ def read(keys: Keys) -> DecoderConfig:
     keys.rename(KEYS)
     keys.skip(*UNREAD)
     keys.choice("mamba_hidden_act", ("silu",), "silu")
-    kinds, bias = _read_kinds(keys), keys.flag("attention_bias")
+    kinds = _read_kinds(keys)
+    if keys.flag("attention_bias"):
+        keys.leave_out("attention_bias", "is not applied by transformers")
     inner = keys.integer("mamba_n_heads", 128) * keys.integer("mamba_d_head", 64)
     config = read_decoder(
         keys,
         default_kv_heads=8,
         default_head_dim=128,
-        qkv_bias=bias,
-        o_bias=bias,
         mlp_bias=keys.flag("mlp_bias"),
         norm=NormConfig(keys.number("layer_norm_epsilon", 1e-5)),
         placement=Placement("norm", "", "norm", ""),
@@ -101,8 +102,6 @@ def _read_kinds(keys: Keys) -> list[str]:
 
 def _read_mixture(keys: Keys, plain: Layer) -> Layer:
     """``plain`` with experts like its MLP, chosen by the sigmoid of their scores and a bias, and a shared MLP."""
-    if (latent := keys.raw("moe_latent_size")) is not None:
-        raise keys.error("moe_latent_size", latent, "null: experts of another width are not supported")
     keys.choice("mlp_hidden_act", ("relu2",), "relu2")
     keys.rename({"n_routed_experts": "num_experts"})
     inner, normalized = keys.integer("moe_intermediate_size", 7688), keys.flag("norm_topk_prob", True)
@@ -111,6 +110,8 @@ def _read_mixture(keys: Keys, plain: Layer) -> Layer:
         score="sigmoid",
         corrected=True,
         squared=True,
+        latent=keys.optional_integer("moe_latent_size") or 0,
+        latent_bias=keys.flag("mlp_bias"),
         scale=keys.number("routed_scaling_factor", 1.0) / STEEP,
     )
     assert plain.mlp is not None

@@ -1,5 +1,7 @@
 """StableLM: Llama with layer norms and a quarter of each head rotated; attention and MLP may stand side by side."""
 
+from dataclasses import replace
+
 from llmc.export.config import PARALLEL, PRE, DecoderConfig, NormConfig
 from llmc.export.keys import Keys
 from llmc.export.reading import read_decoder
@@ -7,9 +9,8 @@ from llmc.export.reading import read_decoder
 
 def read(keys: Keys) -> DecoderConfig:
     """Only StableLM 2 12B has ``qk_layernorm``; each of its heads has its own norm weights."""
-    if keys.flag("qk_layernorm"):
-        raise keys.error("qk_layernorm", True, "false, since norms with weights for each head are not supported")
-    return read_decoder(
+    normed = keys.flag("qk_layernorm")
+    config = read_decoder(
         keys,
         default_kv_heads=32,
         qkv_bias=keys.flag("use_qkv_bias"),
@@ -17,3 +18,7 @@ def read(keys: Keys) -> DecoderConfig:
         placement=PARALLEL if keys.flag("use_parallel_residual") else PRE,
         partial=0.25,
     )
+    if not normed:
+        return config
+    config = config.change_attentions(lambda _, it: replace(it, qk_norm="head", qk_scales=True))
+    return replace(config, renamed=tuple((f"{part}_layernorm.norms", f"{part}_norm") for part in "qk"))

@@ -6,8 +6,6 @@ from llmc.export.config import DecoderConfig, NormConfig
 from llmc.export.keys import Keys
 from llmc.export.reading import read_decoder
 
-GPT2_END = 50256  # transformers' default for the family: the end token of another tokenizer
-
 LEFT_OVER = (  # from its predecessor, gpt_bigcode; transformers ignores them
     *("activation_function", "attention_softmax_in_fp32", "layer_norm_epsilon", "scale_attention_softmax_in_fp32"),
     "scale_attn_weights",
@@ -19,9 +17,6 @@ def read(keys: Keys) -> DecoderConfig:
     keys.skip("residual_dropout", "embedding_dropout", *LEFT_OVER)
     keys.choice("norm_type", ("layer_norm",), "layer_norm")
     keys.choice("mlp_type", ("default",), "default")
-    for name in ("bos_token_id", "eos_token_id"):
-        if keys.raw(name) == GPT2_END and keys.integer("vocab_size") <= GPT2_END:
-            keys.leave_out(name, "is beyond the vocabulary")
     bias = keys.flag("use_bias", True)
     window = 0 if keys.raw("sliding_window") is None else keys.integer("sliding_window")
     config = read_decoder(

@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from llmc.export.sources.parameters import Tensors, decoder_tensors, explain_sha
 from llmc.export.sources.processor import IMAGES_FILE, PROCESSOR_FILE, read_vision
 from llmc.export.sources.quantization import read_quantization
 from llmc.export.sources.safetensors import DTYPE_NAMES, FLOATS, StoredTensor, read_shards
+from llmc.export.sources.tokens import cut_tokenizer, read_tokens
 from llmc.origin import find_own_file, fingerprint
 
 CONFIG_FILE = bundle.CONFIG_FILE
@@ -42,7 +42,7 @@ class Checkpoint:
         folder: its files lie there.
         tensors: exactly the decoder's, by parameter name.
         files: those whose weights are used in place, to be linked.
-        texts: contents of config and tokenizer files by name, if the checkpoint has no such files to copy.
+        texts: contents of config and tokenizer files by name, where they differ from those in ``folder``.
     """
 
     folder: Path
@@ -140,7 +140,7 @@ def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: b
     config = read_config(keys)
     config = replace(config, vision=_read_vision(folder, config))
     adapters = [read_adapter(adapter, scale, folder, values) for adapter, scale in named]
-    _check_tokenizer(folder, config.vocab_size)
+    texts, cut = _read_tokenizer(folder, config.vocab_size)
     path = folder / GENERATION_FILE
     defaults = read_json(path) if find_own_file(folder, path.name) else {}
     generation, left_out = _read_generation(defaults, path, config)
@@ -161,8 +161,8 @@ def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: b
         keys.note("weights in float8 are dequantized to float32, for no kernel multiplies with their blocks")
     files = tuple(shard.path for shard in shards)
     source = describe_source(folder.resolve().name, (folder / CONFIG_FILE).read_bytes(), files, tensors, adapters)
-    notes = (*keys.notes, *left_out, *_notes(adapters))
-    return Checkpoint(folder, config, generation, tensors, files, source, notes)
+    notes = (*keys.notes, *cut, *left_out, *_notes(adapters))
+    return Checkpoint(folder, config, generation, tensors, files, source, notes, texts)
 
 
 def _read_vision(folder: Path, config: DecoderConfig) -> inventory.Vision | None:
@@ -171,7 +171,12 @@ def _read_vision(folder: Path, config: DecoderConfig) -> inventory.Vision | None
     files = [read_json(folder / name) if find_own_file(folder, name) else {} for name in (PROCESSOR_FILE, IMAGES_FILE)]
     vision = read_vision(folder, config.tower, *files)
     path, own = folder / bundle.TOKENIZER_FILE, (vision.token_id, vision.markers.image)
-    if own not in _tokens(path, read_json(path)):
+    if vision.token_id >= config.vocab_size:
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: the token {own[0]} of images has no row, vocab_size={config.vocab_size}; export "
+            "the text part alone with --text-only"
+        )
+    if own not in read_tokens(str(path), read_json(path)):
         raise CheckpointError(
             f"{path}: no token {own[1]} with the number {own[0]}, which {CONFIG_FILE} gives it; get the tokenizer that "
             "the model was trained with, or export its text part alone with --text-only"
@@ -214,40 +219,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _check_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Check that its files can be read and the model has a row for each of its tokens (it may have more)."""
-    path = folder / bundle.TOKENIZER_FILE
-    if find_own_file(folder, path.name) is None:
+def _read_tokenizer(folder: Path, vocab_size: int) -> tuple[dict[str, str], list[str]]:
+    """Check the tokenizer's files; return what :func:`cut_tokenizer` does."""
+    if find_own_file(folder, bundle.TOKENIZER_FILE) is None:
         raise CheckpointError(
             f"{folder}: no {bundle.TOKENIZER_FILE} here, which the runtime needs; make it from what is here: "
             f"python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('{folder}')"
             f".save_pretrained('{folder}')\""
         )
-    for name in bundle.TOKENIZER_FILES:
-        if name.endswith(".json") and find_own_file(folder, name):
-            read_json(folder / name)
-    last, token = max(_tokens(path, read_json(path)), default=(0, ""))
-    if last >= vocab_size:
-        raise CheckpointError(
-            f"{path}: it knows {last + 1} tokens, the last one {token!r:.80}, but {CONFIG_FILE} says "
-            f"vocab_size={vocab_size}, and the model has no more; give it the tokenizer that it was trained with"
-        )
-
-
-def _tokens(path: Path, content: dict[str, Any]) -> Iterator[tuple[int, str]]:
-    """Id and text of every token of a ``tokenizer.json``; Unigram's vocabulary is a list."""
-    try:
-        vocab = content["model"].get("vocab", {})
-        known = vocab.items() if isinstance(vocab, dict) else ((row[0], index) for index, row in enumerate(vocab))
-        added = ((entry["content"], entry["id"]) for entry in content.get("added_tokens") or ())
-        for token, number in chain(known, added):
-            if type(number) is not int or type(token) is not str:
-                raise TypeError("no text and a number")
-            yield number, token
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} is no tokenizer (its vocabulary is not a list of tokens); download it again"
-        ) from error
+    names = [name for name in bundle.TOKENIZER_FILES if name.endswith(".json") and find_own_file(folder, name)]
+    return cut_tokenizer(str(folder), {name: read_json(folder / name) for name in names}, vocab_size)
 
 
 def match_tensors(folder: Path, config: DecoderConfig, found: Tensors) -> Tensors:

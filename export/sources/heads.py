@@ -35,7 +35,7 @@ from llmc.export.sources.safetensors import StoredTensor, read_shards
 from llmc.inventory import CENTROIDS, HEAD_INPUT, HEAD_OUTPUT, Cache
 from llmc.origin import find_own_file
 
-EAGLE, ASSISTANT = "LlamaForCausalLMEagle3", "gemma4_assistant"
+EAGLE, ASSISTANTS = "LlamaForCausalLMEagle3", ("gemma4_assistant", "gemma4_unified_assistant")
 FINAL_NORM = "model.norm.weight"
 # Keys of EAGLE-3's configs that its tensors say, too, or that the layout has of training and of how many to draft.
 EAGLE_KEYS = ("draft_vocab_size", "target_hidden_size", "eagle_config")
@@ -57,7 +57,7 @@ def read_head(folder: Path, of: Path) -> Checkpoint:
     keys = Keys(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
     if folder.samefile(of):
         config, found = _read_part(folder, model.config, stored)
-    elif keys.raw("model_type") == ASSISTANT:
+    elif keys.raw("model_type") in ASSISTANTS:
         config, found = _read_assistant(folder, keys, model, stored)
     else:
         config, found = _read_eagle(folder, keys, model, stored)
@@ -66,7 +66,7 @@ def read_head(folder: Path, of: Path) -> Checkpoint:
     texts = {CONFIG_FILE: (folder / CONFIG_FILE).read_text(encoding="utf-8")}
     for name in bundle.TOKENIZER_FILES:
         if path := find_own_file(of, name):
-            texts[name] = path.read_text(encoding="utf-8")
+            texts[name] = model.texts.get(name) or path.read_text(encoding="utf-8")
     source = describe_source(f"{folder.resolve().name} head", texts[CONFIG_FILE].encode(), files, tensors, ())
     return Checkpoint(folder, config, model.generation, tensors, files, source, (), texts)
 
@@ -178,7 +178,7 @@ def _read_eagle(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors) ->
         raise keys.error(
             "architectures",
             named,
-            f"['{EAGLE}'], model_type {ASSISTANT}, or the same folder as --of, of a model with its own head",
+            f"['{EAGLE}'], model_type {ASSISTANTS[0]}, or the same folder as --of, of a model with its own head",
         )
     borders, normed = _read_borders(keys, len(model.config.layers)), keys.flag("norm_before_residual")
     input_norm = keys.flag("norm_before_fc")

@@ -18,6 +18,7 @@ ARRAY_TYPES = {
     "F16": "float16",
     "BF16": "bfloat16",
     "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
     "I64": "int64",
     "I32": "int32",
     "I8": "int8",
@@ -29,7 +30,7 @@ ARRAY_TYPES = {
 def array_type(dtype: str) -> np.dtype[Any]:
     """numpy's type for one of :data:`ARRAY_TYPES`."""
     name = ARRAY_TYPES[dtype]
-    return np.dtype(getattr(require("ml_dtypes", "build"), name) if dtype in ("BF16", "F8_E4M3") else name)
+    return np.dtype(getattr(require("ml_dtypes", "build"), name) if name.startswith(("b", "float8")) else name)
 
 
 @dataclass(frozen=True)

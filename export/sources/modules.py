@@ -15,7 +15,7 @@ import numpy as np
 from llmc import strict
 from llmc.bundle import CONFIG_FILE
 from llmc.errors import CheckpointError
-from llmc.export.config import DecoderConfig, DenseConfig, EncoderConfig
+from llmc.export.config import DecoderConfig, DenseConfig, EncoderConfig, Rope
 from llmc.export.keys import Keys
 from llmc.export.sources.codes import Weight
 from llmc.export.sources.made import MadeTensor, array_type
@@ -106,7 +106,13 @@ def replace_head(
     for number, name in enumerate(ending.dense_folders):
         tensors |= {f"{DENSE}.{number}.{part}": tensor for part, tensor in _dense_tensors(folder, name).items()}
     longest = min(config.max_positions, ending.longest or config.max_positions)
-    return replace(config, encoder=end, tied_head=False, max_positions=longest), tensors
+    ropes = tuple(replace(rope, factors=_factors(rope, longest), long_factors=()) for rope in config.ropes)
+    return replace(config, encoder=end, tied_head=False, max_positions=longest, ropes=ropes), tensors
+
+
+def _factors(rope: Rope, longest: int) -> tuple[float, ...]:
+    """Longrope's factors of the longest text, with which an encoder computes all."""
+    return rope.long_factors if rope.long_factors and longest > rope.original_max_positions else rope.factors
 
 
 def _check_widths(folder: Path, config: DecoderConfig, end: EncoderConfig) -> None:

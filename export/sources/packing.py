@@ -13,7 +13,8 @@ Layouts, for a linear P with a weight [N, K], 32 / bits codes in a word of int32
 * mxfp4, for the experts P of a layer: ``P_blocks`` uint8 [E, N, K / 32, 16], two floats of 4 bits in each, the first
   one low, and ``P_scales`` uint8 [E, N, K / 32], exponents of two plus 127. They stay where they are.
 * fp8: ``P.weight`` float8 (e4m3) [N, K], times ``P.weight_scale_inv`` [N / 128, K / 128], or ``P.weight_scale`` of a
-  block, a row or all.
+  block, a row or all; stacks P of experts [E, N, K] times ``P_scale_inv`` [E, rows, columns], whose blocks may be
+  smaller than the config says: gate and up have one each at least. Scales may be exponents (e8m0).
 """
 
 from collections.abc import Callable, Iterator
@@ -37,9 +38,11 @@ PIECE = 1 << 22
 # Tensors about rounding activations or the cache, which llmc ignores.
 _LEFT_OUT = (
     ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".output_zero_point", ".k_scale",
-    ".v_scale", ".q_scale",
+    ".v_scale", ".q_scale", ".activation_scale", "_proj_activation_scale", "_proj_input_scale",
 )  # fmt: skip
 Words = NDArray[np.int32]
+# Types of the scales of float8, and the blocks of a config that says nothing of them.
+SCALES, BLOCK = (*FLOATS, "F8_E8M0"), (128, 128)
 
 
 def unpack_weights(folder: Path, found: dict[str, StoredTensor], how: Quantization | None) -> dict[str, Weight]:
@@ -51,9 +54,12 @@ def unpack_weights(folder: Path, found: dict[str, StoredTensor], how: Quantizati
         weights = _find_mxfp4(folder, rest)
     for name in list(rest):
         module, _, part = name.rpartition(".")
-        integers = part in ("qweight", "weight_packed") or (part == "weight" and rest[name].dtype in ("I8", "F8_E4M3"))
-        if integers:
+        if name not in rest:
+            continue  # taken with the codes
+        if part in ("qweight", "weight_packed") or (part == "weight" and rest[name].dtype in ("I8", "F8_E4M3")):
             weights[f"{module}.weight"] = _Parts(folder, module, rest, how).weight(part)
+        elif rest[name].dtype == "F8_E4M3" and how.method == "fp8":
+            weights[name] = _Parts(folder, name, rest, how).stack()
     for name in weights:
         if name in rest:
             raise CheckpointError(f"{folder}: {name} is stored twice, quantized and as it is; remove one of them")
@@ -107,6 +113,39 @@ class _Parts:
         if (self.how.method, part) not in makers:
             raise self._error(f"is stored as {part}, which {self.how.method} checkpoints do not have")
         return makers[self.how.method, part]()
+
+    def stack(self) -> Weight:
+        """The weights of all experts in float8, a tensor of the module's own name."""
+        codes = self.rest.pop(self.module)
+        if len(codes.shape) != 3 or 0 in codes.shape:
+            raise self._error(f"is {codes.dtype} {list(codes.shape)}, expected float8 of experts, outputs and inputs")
+        experts, outputs, inputs = codes.shape
+        name = "_scale_inv" if f"{self.module}_scale_inv" in self.rest else "_scale"
+        scales = self.rest.pop(f"{self.module}{name}", None)
+        grid = () if scales is None or scales.dtype not in SCALES else scales.shape
+        if scales is None or len(grid) != 3 or grid[0] != experts or 0 in grid:
+            found = "missing" if scales is None else f"{scales.dtype} {list(scales.shape)}"
+            raise self._error(f"needs {self.module}{name} [{experts}, rows, columns], which is {found}")
+        rows, columns = (
+            self._fit(size, count, block)
+            for size, count, block in zip((outputs, inputs), grid[1:], self.how.block, strict=True)
+        )
+
+        def pieces() -> Iterator[NDArray[Any]]:
+            for expert in range(experts):
+                factors = self._read(scales, expert, expert + 1)[0].astype(np.float32)
+                factors = np.repeat(np.repeat(factors, rows, axis=0)[:outputs], columns, axis=1)[:, :inputs]
+                yield (self._read(codes, expert, expert + 1)[0].astype(np.float32) * factors)[None]
+
+        return MadeTensor("F32", codes.shape, pieces)
+
+    def _fit(self, size: int, count: int, block: int) -> int:
+        """Values of ``size`` that share one of ``count`` scales."""
+        if block and -(-size // block) == count:
+            return block
+        if size % count:
+            raise self._error(f"has {count} scales for {size} values, expected blocks of {block or size}")
+        return size // count
 
     # ------------------------------------------------------------------------------------------------- methods
 
@@ -205,13 +244,12 @@ class _Parts:
         outputs, inputs = codes.shape
         name = "weight_scale_inv" if f"{self.module}.weight_scale_inv" in self.rest else "weight_scale"
         found = self._peek(name, None).shape
-        rows, columns = (
-            self.how.block if 0 not in self.how.block else (1 if found[:1] == (outputs,) else outputs, inputs)
-        )
+        block = self.how.block if len(found) < 2 or found == (outputs, 1) or 0 not in self.how.block else BLOCK
+        rows, columns = block if 0 not in block else (1 if found[:1] == (outputs,) else outputs, inputs)
         blocks = (-(-outputs // rows), -(-inputs // columns))
         if found != blocks and (0 not in self.how.block or found not in ((1,), (), (outputs,))):
             raise self._error(f"has {name} {list(found)}, but blocks of {rows} x {columns} need {list(blocks)}")
-        scales = self._take(name, FLOATS, found)
+        scales = self._take(name, SCALES, found)
 
         def pieces() -> Iterator[NDArray[Any]]:
             factors = np.broadcast_to(self._read(scales).astype(np.float32).reshape(-1, blocks[1]), blocks)

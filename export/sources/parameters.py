@@ -32,7 +32,7 @@ from llmc.export.sources.codes import Mxfp4Tensor, QuantizedTensor, Weight, rows
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.safetensors import FLOATS, StoredTensor
 from llmc.export.vision import TowerConfig
-from llmc.inventory import TOWER, Recurrent
+from llmc.inventory import TOWER, Attention, Recurrent
 
 Tensors = dict[str, Weight]
 Array = NDArray[Any]
@@ -65,8 +65,10 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
         parameters[name] = _make_view(folder, found[name], _plus_one, found[name].shape, "F32")
     for item in recurrents(config):
         parameters |= _convert_recurrent(folder, config, item, found)
+    for attention in attentions(config):
+        _convert_head_norms(folder, attention, shapes, parameters)
     for name in _list_norms_of_ones(config, shapes):
-        parameters[name] = MadeTensor("F32", shapes[name], partial(_ones, shapes[name]))
+        parameters[name] = MadeTensor("F32", shapes[name], partial(_filled, 1.0, shapes[name]))
     plain = {name for name, tensor in found.items() if not isinstance(tensor, QuantizedTensor)}
     for name in _list_transposed(config) & plain:
         parameters[name] = _make_view(folder, found[name], np.transpose, found[name].shape[::-1])
@@ -110,12 +112,44 @@ def _convert_recurrent(folder: Path, config: DecoderConfig, item: Recurrent, fou
 def _list_norms_of_ones(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Norms whose weight is stored as none, or as one that is not the norm's alone."""
     values = [f"{item.name}.v_norm.weight" for item in attentions(config)]
+    values += [
+        f"{it.name}.{p}_norm.weight" for it in attentions(config) for p in "qk" if f"{it.name}.{p}_scale" in shapes
+    ]
     grouped = [f"{item.name}.norm.weight" for item in recurrents(config) if f"{item.name}.norm_scale" in shapes]
     return [name for name in (*values, *grouped) if name in shapes]
 
 
-def _ones(shape: tuple[int, ...]) -> Iterator[Array]:
-    yield np.ones(shape, np.float32)
+def _filled(value: float, shape: tuple[int, ...]) -> Iterator[Array]:
+    yield np.full(shape, value, np.float32)
+
+
+def _convert_head_norms(
+    folder: Path, item: Attention, shapes: Mapping[str, tuple[int, ...]], parameters: Tensors
+) -> None:
+    """Weights of norms of each head, [heads, head_dim] or a tensor for each, stand behind norms without biases."""
+    for part, heads in (("q", item.heads), ("k", item.kv_heads)):
+        norm, scale = f"{item.name}.{part}_norm", f"{item.name}.{part}_scale"
+        if scale not in shapes:
+            continue
+        own = [f"{norm}.{head}.weight" for head in range(heads)]
+        names, shape = (own, (item.head_dim,)) if own[0] in parameters else ([f"{norm}.weight"], (heads, item.head_dim))
+        for name in names:
+            if name not in parameters:
+                raise CheckpointError(f"{folder}: tensor {name} is missing; download the checkpoint again")
+            if parameters[name].shape != shape:
+                raise CheckpointError(f"{folder}: {explain_shape(name, parameters[name].shape, shape)}")
+        stored = [parameters.pop(name) for name in names]
+        parameters[scale] = MadeTensor("F32", shapes[scale], partial(_read_flat, folder, stored))
+        if f"{norm}.bias" in shapes:
+            parameters[f"{norm}.bias"] = MadeTensor(
+                "F32", shapes[f"{norm}.bias"], partial(_filled, 0.0, (item.head_dim,))
+            )
+
+
+def _read_flat(folder: Path, tensors: Sequence[Weight]) -> Iterator[Array]:
+    for tensor in tensors:
+        assert isinstance(tensor, StoredTensor | MadeTensor)
+        yield from (piece.astype(np.float32).ravel() for piece in read_pieces(folder, tensor))
 
 
 def list_offset_norms(config: DecoderConfig) -> set[str]:
@@ -151,7 +185,7 @@ def rename_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, T])
     """Tensors of a checkpoint by llmc's own names, without the parts that are left out."""
     rename, found = make_renamer(config.renamed), dict[str, T]()
     for own, tensor in stored.items():
-        if not set(config.left_out).isdisjoint(own.split(".")):
+        if any(f".{part}." in f".{own}." for part in config.left_out):
             continue
         name = rename(own)
         if name in found:
@@ -184,7 +218,7 @@ def _stack_experts(folder: Path, config: DecoderConfig, found: Tensors) -> Tenso
             if len({(it.dtype, it.block if isinstance(it, QuantizedTensor) else 0) for it in parts}) > 1:
                 raise CheckpointError(f"{folder}: the experts of {item.name} have several dtypes; expected one of all")
             coded = [it for it in parts if isinstance(it, QuantizedTensor)]
-            floats = [it for it in parts if isinstance(it, StoredTensor)]
+            floats = [it for it in parts if isinstance(it, StoredTensor | MadeTensor)]
             if coded and experts.squared:
                 raise CheckpointError(
                     f"{folder}: {own[0]} is quantized, and llmc reads experts without a gate in floats; export the "
@@ -274,7 +308,7 @@ def _stack_codes(folder: Path, parts: Sequence[QuantizedTensor], count: int) -> 
 
 def _find_expert(
     folder: Path, name: str, tensor: Weight | None, shape: tuple[int, ...], count: int
-) -> StoredTensor | QuantizedTensor:
+) -> StoredTensor | MadeTensor | QuantizedTensor:
     if tensor is None:
         raise CheckpointError(
             f"{folder}: tensor {name} is missing; config.json asks for {count} experts in each of these layers: "
@@ -282,19 +316,25 @@ def _find_expert(
         )
     if tensor.shape != shape:
         raise CheckpointError(f"{folder}: {explain_shape(name, tensor.shape, shape)}")
-    if not isinstance(tensor, StoredTensor | QuantizedTensor) or getattr(tensor, "order", None) is not None:
+    if isinstance(tensor, Mxfp4Tensor) or getattr(tensor, "order", None) is not None:
         raise CheckpointError(
-            f"{folder}: {name} is in float8, or has act-order, which llmc does not read of experts; "
-            "export the checkpoint that it was made from"
+            f"{folder}: {name} has act-order, which llmc does not read of experts; export the checkpoint that it was "
+            "made from"
         )
     return tensor
 
 
-def _read_all(folder: Path, tensors: Sequence[StoredTensor], names: tuple[str, ...] = ()) -> Iterator[Array]:
+def _read_all(
+    folder: Path, tensors: Sequence[StoredTensor | MadeTensor], names: tuple[str, ...] = ()
+) -> Iterator[Array]:
     for number, it in enumerate(tensors):
-        matrix = np.memmap(folder / it.file, array_type(it.dtype), "r", it.offset, it.shape)
         is_gate = names == ("up_proj", "up_proj") and number % 2 == 0
-        yield (matrix * STEEP).astype(matrix.dtype) if is_gate else matrix
+        for matrix in [_map(folder, it)] if isinstance(it, StoredTensor) else it.pieces():
+            yield (matrix * STEEP).astype(matrix.dtype) if is_gate else matrix
+
+
+def _map(folder: Path, tensor: StoredTensor) -> Array:
+    return np.memmap(folder / tensor.file, array_type(tensor.dtype), "r", tensor.offset, tensor.shape)
 
 
 def _unpack_parameters(

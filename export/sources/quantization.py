@@ -18,8 +18,10 @@ _SETTLED = (
     "global_compression_ratio",
     "gptqmodel_version", "hyb_act", "lm_head", "max_input_length", "meta", "model_file_base_name",
     "model_name_or_path", "model_seqlen", "module_name_preceding_first_block", "modules_in_block_to_quantize",
-    "modules_to_fuse", "mse", "offload_to_disk", "pad_token_id", "quantizer", "run_compressed", "scale_fmt",
-    "static_groups", "sym", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama", "version",
+    "modules_to_convert", "modules_to_fuse", "mse", "offload_to_disk", "pad_token_id", "quantizer", "run_compressed",
+    "scale_fmt",
+    "static_groups", "sym", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama", "use_optimized_inference",
+    "version",
 )
 _SETTLED_GROUP = ("actorder", "dynamic", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 # fmt: on
@@ -71,28 +73,35 @@ def _awq(keys: Keys, _: Keys) -> Quantization:
     version = keys.raw("version")
     if version is not None and str(version).lower() != "gemm":
         raise keys.error("version", version, "gemm, the order of codes that AutoAWQ writes by default")
-    keys.choice("format", ("gemm",), "gemm")
-    if not keys.flag("zero_point", True):
-        raise keys.error("zero_point", False, "true: AutoAWQ's gemm codes have zero points")
+    for name in ("format", "checkpoint_format"):
+        keys.choice(name, ("gemm",), "gemm")
+    keys.flag("zero_point", True)  # the files have zero points all the same
+    _read_packing(keys)
     return Quantization("awq", (Grid(_bits(keys, "bits", (4,)), _group(keys)),), _names(keys, "modules_to_not_convert"))
 
 
 def _gptq(keys: Keys, _: Keys) -> Quantization:
     version = keys.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     keys.choice("format", (version,), version)
-    keys.choice("pack_dtype", ("int32",), "int32")
     if keys.flag("is_marlin_format"):
         raise keys.error("is_marlin_format", True, "false: codes as GPTQ stores them, before a kernel lays them out")
+    _read_packing(keys)
+    grid = Grid(_bits(keys, "bits", (4, 8)), _group(keys))
+    return Quantization("gptq", (grid,), _names(keys, "modules_to_not_convert"), int(version == "gptq"))
+
+
+def _read_packing(keys: Keys) -> None:
+    """Check the keys that GPTQModel writes for every method."""
+    keys.choice("pack_dtype", ("int32",), "int32")
     dynamic = keys.raw("dynamic") or {}
     if not isinstance(dynamic, dict) or any(not str(name).startswith("-:") for name in dynamic):
         raise keys.error("dynamic", dynamic, "only patterns that begin with -: and leave modules as they are")
-    grid = Grid(_bits(keys, "bits", (4, 8)), _group(keys))
-    return Quantization("gptq", (grid,), _names(keys, "modules_to_not_convert"), int(version == "gptq"))
 
 
 def _fp8(keys: Keys, config: Keys) -> Quantization:
     keys.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     keys.choice("activation_scheme", ("dynamic", "static"), "dynamic")
+    keys.choice("expert_dtype", ("fp8",), "fp8")
     _note_activations(config)
     if keys.raw("kv_cache_scheme") is not None:
         _note_cache(config)

@@ -23,6 +23,7 @@ DTYPE_NAMES = {
     "F16": "float16",
     "BF16": "bfloat16",
     "F8_E4M3": "float8",
+    "F8_E8M0": "float8 exponents",
     "I64": "int64",
     "I32": "int32",
     "I8": "int8",
@@ -30,7 +31,18 @@ DTYPE_NAMES = {
     "I4": "int4",
     "BOOL": "bool",
 }
-ITEM_BITS = {"F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "I64": 64, "I32": 32, "I8": 8, "U8": 8, "I4": 4}
+ITEM_BITS = {
+    "F32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "I64": 64,
+    "I32": 32,
+    "I8": 8,
+    "U8": 8,
+    "I4": 4,
+}
 ITEM_BITS["BOOL"] = 8
 SUFFIX = ".safetensors"
 # Most dimensions of a tensor; a decoder's have one or two.

@@ -25,7 +25,7 @@ def place_templates(source: Path, staging: Path, sees: bool) -> None:
     Raises:
         CheckpointError: a template cannot be read.
     """
-    config = read_json(source / CONFIG_FILE) if find_own_file(source, CONFIG_FILE) else {}
+    config = read_json(staging / CONFIG_FILE) if (staging / CONFIG_FILE).exists() else {}
     stated, plain = config.get("chat_template"), _read_text(source, PLAIN)
     if plain is None and (sees or not stated) and find_own_file(source, OF_PROCESSOR):
         plain = read_json(source / OF_PROCESSOR).get("chat_template")

@@ -109,7 +109,7 @@ class _Graph:
         self._model = ir.load(self._path)
         # Graphs for TensorRT take the cache positions that they may read; graphs that pack rows take the number of
         # valid new tokens.
-        self._asked = {"cache_slots", "new_lengths", "seen_lengths"} & {
+        self._asked = {"cache_slots", "new_lengths", "seen_lengths", "text_lengths"} & {
             value.name or "" for value in self._model.graph.inputs
         }
         self._spare, self._head = manifest.overwritten, manifest.graphs.get(LM_HEAD)
@@ -141,7 +141,11 @@ class _Graph:
             held = dict(empty)
             for span in self._calls(ids.shape[1], phase):
                 feeds = {f"hidden.{layer}": hidden[row : row + 1, span], "input_ids": ids[row : row + 1, span]}
-                feeds |= {"past_lengths": np.array([span.start], np.int64), **self._answers(span, positions), **held}
+                feeds |= {
+                    "past_lengths": np.array([span.start], np.int64),
+                    **self._answers(span, positions, ids.shape[1]),
+                    **held,
+                }
                 feeds |= _cut(more, row, span)
                 result[row, span], *updated = run(feeds)
                 held |= dict(zip(presents.values(), updated, strict=True))
@@ -161,14 +165,14 @@ class _Graph:
         for span in self._calls(ids.shape[1], phase):
             indices = np.arange(span.stop - span.start)[None]
             feeds = {last: hidden[:, span], "input_ids": ids[:, span], "logit_indices": indices}
-            [logits] = run(feeds | {name: self._answers(span, 0)[name] for name in lengths})
+            [logits] = run(feeds | {name: self._answers(span, 0, ids.shape[1])[name] for name in lengths})
             parts.append((project.run(["logits"], {LOGIT_ROWS: logits})[0] if project else logits)[0])
         return np.concatenate(parts)
 
-    def _answers(self, span: slice, positions: int) -> dict[str, NDArray[np.int64]]:
-        """Additional inputs of a call of one row over a cache of this many positions."""
+    def _answers(self, span: slice, positions: int, length: int) -> dict[str, NDArray[np.int64]]:
+        """Additional inputs of a call of one row over a cache of this many positions, in a text of this length."""
         answers = {"cache_slots": np.arange(positions), "new_lengths": np.array([span.stop - span.start], np.int64)}
-        answers["seen_lengths"] = np.array([span.stop], np.int64)
+        answers |= {"seen_lengths": np.array([span.stop], np.int64), "text_lengths": np.array([length], np.int64)}
         return {name: answers[name] for name in self._asked}
 
     def _calls(self, length: int, phase: Phase) -> Iterator[slice]:

@@ -61,7 +61,8 @@ class Reference:
         One pass over the weights.
         """
         sees_padding = self.manifest.geometry.diffusion is not None
-        groups = [_pad([it]) for it in sequences] if sees_padding else _groups(sequences)
+        alone = sees_padding or any(len(it) > self.manifest.geometry.long_after > 0 for it in sequences)
+        groups = [_pad([it]) for it in sequences] if alone else _groups(sequences)
         hidden = self._run_layers(groups, progress)
         rows = [row for group in hidden for row in self.last_norm(group)]
         return [row[: len(sequence)] for row, sequence in zip(rows, sequences, strict=True)]
@@ -127,6 +128,7 @@ class Reference:
             known["embeddings"] = np.zeros((1, self.manifest.geometry.row_width), "float32")
         if any(cache.kind == "kv" for cache in held) or self.manifest.geometry.source_of(layer):
             known["past_lengths"] = np.zeros(batch, np.int64)
+            known |= {"text_lengths": np.full(batch, sequence)} if self.manifest.geometry.long_after else {}
         if self.manifest.geometry.diffusion:  # of the tokens their number is read
             known |= {"input_ids": np.zeros((batch, sequence), np.int64), "seen_lengths": np.full(batch, sequence)}
         return self._run_all({**known, **pasts}, [output, *shared])

@@ -110,6 +110,11 @@ def norm_nodes(graph: ir.Graph) -> list[ir.Node]:
     return [node for node in graph if node.op_type in NORMS]
 
 
+def head_scales(graph: ir.Graph) -> list[ir.Value]:
+    """Weights of norms that differ by head, which stand behind these norms."""
+    return [value for name, value in graph.initializers.items() if name.endswith((".q_scale", ".k_scale"))]
+
+
 def raise_linears(graph: ir.Graph, context: LoweringContext) -> int:
     """MatMul(x, Transpose(Cast(w))) [+ Add(., Cast(b))] -> llmc::Linear(x, w[, b]), keeping the MatMul's name.
 

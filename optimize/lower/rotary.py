@@ -9,9 +9,11 @@ from numpy.typing import NDArray
 from llmc.errors import BuildError
 from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.rewrite import LLMC, initializer, nodes_of
+from llmc.optimize.lower.rewrite import LLMC, constant, graph_input, initializer, nodes_of, remove_dead
 
 Pair = tuple[ir.Value, ir.Value]
+# The input of a graph whose ropes switch, and where a lowered graph keeps it with the length after which they do.
+TEXT_LENGTHS, SWITCH = "text_lengths", "switch"
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,43 @@ class Tables:
 
     key: Pair
     query: Pair
+
+
+def switch_factors(graph: ir.Graph, context: LoweringContext) -> int:
+    """Let ropes with other factors for long texts have both sets [2, R/2], where the context holds long texts; returns
+    how many do."""
+    after = context.geometry.long_after
+    if not 0 < after < context.limits.max_context:
+        return fix_factors(graph, context)
+    switches = _list_switches(graph)
+    for node, frequencies in switches:
+        both = np.stack([frequencies[name] for name in ("short", "long")])
+        node.outputs[0].replace_all_uses_with(constant(graph, f"{node.name}.both.inv_freq", both))
+    graph.meta[SWITCH] = graph_input(graph, TEXT_LENGTHS), after
+    return len(switches)
+
+
+def fix_factors(graph: ir.Graph, context: LoweringContext) -> int:
+    """Let such ropes have the factors of the longest text that the context holds, whatever the length of a text."""
+    after = context.geometry.long_after
+    if not after:
+        return 0
+    for node, frequencies in _list_switches(graph):
+        name = "long" if context.limits.max_context > after else "short"
+        node.outputs[0].replace_all_uses_with(constant(graph, f"{node.name}.{name}.inv_freq", frequencies[name]))
+    remove_dead(graph)
+    graph.inputs.remove(graph_input(graph, TEXT_LENGTHS))
+    return 0
+
+
+def _list_switches(graph: ir.Graph) -> list[tuple[ir.Node, dict[str, NDArray[np.float32]]]]:
+    found = []
+    for node in nodes_of(graph, "Where"):
+        values = [value.const_value for value in node.inputs[1:] if value is not None]
+        if (node.name or "").startswith("rotary_emb.") and None not in values:
+            long, short = (value.numpy().astype(np.float32) for value in values if value is not None)
+            found.append((node, {"short": short, "long": long}))
+    return found
 
 
 def rotary_tables(node: ir.Node, context: LoweringContext, kind: ir.DataType | None = None) -> Tables | None:
@@ -71,7 +110,13 @@ def _pair(
     graph = inv_freq.graph
     assert graph is not None
     frequencies = inv_freq.const_value.numpy().astype(np.float32)
-    angles = np.arange(len(lengths), dtype=np.float32)[:, None] * frequencies[None, :]
+    places = np.arange(len(lengths), dtype=np.float32)[:, None]
+    if frequencies.ndim > 1:  # rows of short texts, then those of long ones
+        after = context.geometry.long_after
+        angles = np.concatenate([places[:after] * frequencies[0], places * frequencies[1]])
+        lengths = np.concatenate([lengths[:after], lengths])
+    else:
+        angles = places * frequencies[None, :]
     rope = inv_freq.name.removesuffix("inv_freq") + prefix
     suffix = "" if kind == context.type else f".{kind.name.lower()}"  # a bundle may want both
     cos, sin = context.weights.add(

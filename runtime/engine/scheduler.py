@@ -123,6 +123,7 @@ class Scheduler:
         # Elsewhere no request may depend on what shared batches and verified drafts computed.
         self._remembers = options.determinism is Determinism.FAST
         self._plan = plan
+        self._long_after = runner.long_after
         self._heirs: list[Sequence] = []  # of rows that hold their prompt; they begin in the next step
         self._begun = 0.0
         self._first_chunk = False
@@ -203,12 +204,13 @@ class Scheduler:
     def _place(self, sequence: Sequence) -> None:
         """Give a row, with what the prefix cache has of the context; at least two tokens are left to feed."""
         sequence.group.sequences.append(sequence)
+        sequence.long = self._is_long(sequence)
         self.reserve(1, sequence.room)
         self._rows.admit(sequence)
         limit = len(sequence.context) - 2
         if self._prefixes is None or limit < self._prefixes.block or sequence.group.wants_prompt:
             return
-        with self._prefixes.match(sequence.names, limit, *sequence.request.prefix_names) as match:
+        with self._prefixes.match(sequence.names, limit, *sequence.prefix_names) as match:
             for i, values in enumerate(match.blocks):
                 start = i * self._prefixes.block
                 self._cache.write(sequence.row, start, start + self._prefixes.block, values)
@@ -253,11 +255,15 @@ class Scheduler:
         full = [item for item in decoding if len(item.context) > self.max_context]
         for sequence in full:
             self._slide(sequence)
-        decoding = self._list_decoding() if full else decoding
+        grown = [item for item in decoding if item not in full and item.long != self._is_long(item)]
+        for sequence in grown:
+            self._switch(sequence)
+        decoding = self._list_decoding() if full or grown else decoding
         for sequence in decoding:
             if sequence.speculates and sequence.row >= 0:  # its request did not fail with another sequence
                 with self._guarded(sequence.request):
-                    sequence.drafts = sequence.propose(self.max_context - len(sequence.context), len(decoding))
+                    most = self.max_context if sequence.long or not self._long_after else self._long_after
+                    sequence.drafts = sequence.propose(most - len(sequence.context), len(decoding))
         while decoding := self._list_decoding():
             longest = max(decoding, key=lambda item: len(item.context) + len(item.drafts))
             with self._guarded(longest.request):
@@ -279,6 +285,19 @@ class Scheduler:
         """The context is full: go on with its start and its recent half, fed anew."""
         sequence.request.truncated_tokens += sequence.slide(self.max_context // 2)
         sequence.request.timeline.overflow()
+        sequence.long = self._is_long(sequence)
+        self._rows.demote(sequence)
+
+    def _is_long(self, sequence: Sequence) -> bool:
+        """True if its text has other factors of ropes than short ones."""
+        return 0 < self._long_after < sequence.text_length
+
+    def _switch(self, sequence: Sequence) -> None:
+        """The text has outgrown the factors of short ones: feed all of it anew, as transformers does."""
+        if self._remembers:
+            self.keep_prefix(sequence, sequence.cached)
+        sequence.begin_anew()
+        sequence.long = sequence.switched = True
         self._rows.demote(sequence)
 
     # ------------------------------------------------------------------------------------------ rows
@@ -290,6 +309,7 @@ class Scheduler:
     def fork(self, parent: Sequence, child: Sequence, cached: int) -> None:
         """Give ``child`` a row with the first ``cached`` positions of ``parent``."""
         self._rows.fork(parent, child, cached)
+        child.long, child.switched = parent.long, parent.switched
         child.group.sequences.append(child)
 
     def share(self, source: Sequence, target: Sequence, start: int, cached: int) -> None:
@@ -320,6 +340,7 @@ class Scheduler:
             self.keep_prefix(sequence, sequence.cached)
         heir = group.sequence(self._queue.pop()[1])
         self._rows.hand_on(sequence, heir, length)
+        heir.long = sequence.long
         group.sequences.append(heir)
         self._heirs.append(heir)
         self.release(sequence)
@@ -334,7 +355,7 @@ class Scheduler:
                 return
         if self._prefixes is not None and length >= self._prefixes.block:
             read = partial(self._cache.read_blocks, sequence.row, self._prefixes.block)
-            names, whole_from = sequence.request.prefix_names, self._cache.whole_from(sequence.row)
+            names, whole_from = sequence.prefix_names, self._cache.whole_from(sequence.row)
             self._prefixes.insert(sequence.names[:length], read, *names, whole_from, states)
 
     def _copy_states(self, sequence: Sequence) -> None:

@@ -17,6 +17,11 @@ class SearchSequence(Sequence):
 
     together = True
 
+    @property
+    def text_length(self) -> int:
+        """As long as it may become: branches share rows, and switch none of them on the way."""
+        return max(len(self.context), self.request.final_length)
+
     def sample(self, logits: Logits) -> SamplerOutput["SearchSequence"]:
         return SamplerOutput(self, logits=logits[0].copy())
 

@@ -33,7 +33,8 @@ _S = TypeVar("_S", bound="Sequence")
 class Sequence(Slot, ABC):
     """A sequence of a request; ``key`` names it to drafters, ``reused`` counts tokens that the prefix cache put into
     its row, and ``speculates`` says whether it may :meth:`propose` drafts. ``states`` is the last copy of its row's
-    states, behind the number of tokens that lead to them."""
+    states, behind the number of tokens that lead to them. ``long`` says whether its row is computed with the factors
+    that ropes have in long texts, and ``switched`` whether it was not at first."""
 
     context: list[int]
     speculates = False
@@ -45,6 +46,7 @@ class Sequence(Slot, ABC):
         self.group = group
         self.reused = 0
         self.states: tuple[int, NDArray[np.float32] | None] = (0, None)
+        self.long = self.switched = False
 
     @property
     def request(self) -> "RequestState":
@@ -63,7 +65,8 @@ class Sequence(Slot, ABC):
     def holds_prompt(self) -> bool:
         """True while its row begins with the whole prompt."""
         length = len(self.request.prompt)
-        return self.row >= 0 and self.cached >= length and self.context[:length] == self.request.prompt
+        begins = self.context[:length] == self.request.prompt and not self.switched
+        return self.row >= 0 and self.cached >= length and begins
 
     @property
     def room(self) -> int:
@@ -78,15 +81,25 @@ class Sequence(Slot, ABC):
     @property
     def wants_every_logit(self) -> bool:
         """True if the next chunk is part of a prompt whose every position counts."""
-        return self.group.wants_prompt and self.cached < len(self.request.prompt)
+        return self.group.wants_prompt and self.cached < len(self.request.prompt) and not self.switched
+
+    @property
+    def prefix_names(self) -> tuple[str | None, str]:
+        """The scope, and what else the keys and values of its tokens depend on."""
+        scope, adapter = self.request.prefix_names
+        return scope, f"{adapter} long" if self.long else adapter
 
     def slide(self, keep: int) -> int:
         """Leave out the middle of the context and keep ``keep`` tokens, to be fed anew; the number left out."""
         before = len(self.context)
         self.context = [*self.context[:SINK_TOKENS], *self.context[before - keep + SINK_TOKENS :]]
+        self.begin_anew()
+        return before - keep
+
+    def begin_anew(self) -> None:
+        """Forget what its row holds, to be fed again."""
         self.cached = self.reused = self.stop = 0
         self.states = 0, None
-        return before - keep
 
     def propose(self, room: int, rows: int) -> list[int]:
         """Drafts of its next tokens, at most ``room``, in a step of ``rows`` rows."""

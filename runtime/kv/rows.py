@@ -53,6 +53,11 @@ class Slot:
         """The adapter that its tokens are computed with, None for none."""
         return None
 
+    @property
+    def text_length(self) -> int:
+        """Tokens of its text, by which ropes switch."""
+        return len(self.context)
+
 
 _S = TypeVar("_S", bound=Slot)
 

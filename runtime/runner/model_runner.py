@@ -110,6 +110,7 @@ class ModelRunner:
         self._metrics = metrics
         self._policy = Policy.of(level, session, manifest, max_rows)
         self._has_states = manifest.geometry.has_states
+        self.long_after = manifest.geometry.long_after
         self._gives_last_rows = manifest.geometry.shares
         self._strict = level is Determinism.STRICT
         self._last = _zeros(0, Phase.DECODE, 0)  # step without drafts
@@ -200,7 +201,15 @@ class ModelRunner:
             lengths[-1] = 0 if neighbour is None else neighbour.cached
             if self._has_states:  # which stay as they are
                 return replace(last, new_lengths=np.array([1] * len(call) + [0], np.int64))
-        return last
+        return self._name_texts(last, call)
+
+    def _name_texts(self, batch: Batch, call: Sequence[Slot]) -> Batch:
+        """Say how long the text of each row is, and of any other that one comes with, where ropes switch by that."""
+        if not self.long_after:
+            return batch
+        lengths = [slot.text_length for slot in call]
+        lengths += [1] * (len(batch.input_ids) - len(lengths))
+        return replace(batch, text_lengths=np.array(lengths, np.int64))
 
     def phase(self, tokens: int) -> Phase:
         """The graph for a call of so many tokens."""
@@ -230,7 +239,7 @@ class ModelRunner:
         new = np.array([len(tokens)], np.int64) if self._has_states else None
         provisional = bool(drafts) and self._has_states
         found = Batch(self.phase(len(padded)), ids, past, indices, sequence.row, new, provisional=provisional)
-        logits: Floats = self._run(_complete(found, [sequence]))[0]
+        logits: Floats = self._run(_complete(self._name_texts(found, [sequence]), [sequence]))[0]
         return logits[: len(tokens)]
 
     def _run(self, call: Batch) -> Floats:

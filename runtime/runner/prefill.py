@@ -43,7 +43,7 @@ def prefill(
         end = end if sequence.images is None else sequence.images.fit_end(start, end, total)
         outputs = range(end - start) if every else [end - start - 1] if end == total else []
         ids = np.array([sequence.context[start:end]], np.int64)
-        call = batch(phase, ids, [start], outputs, sequence.row)
+        call = replace(batch(phase, ids, [start], outputs, sequence.row), text_lengths=np.array([sequence.text_length]))
         images = None if sequence.images is None else sequence.images.select(start, end)
         places = place_rows(call.past_lengths, end - start, [sequence.images])
         adapters = () if sequence.adapter is None else (sequence.adapter,)
@@ -98,7 +98,9 @@ def make_shared_batch(sequences: Sequence[Slot]) -> Batch:
     for row, tokens in zip(ids, rest, strict=True):
         row[: len(tokens)] = tokens
     past = np.array([sequence.cached for sequence in sequences], np.int64)
-    return Batch(Phase.PREFILL, ids, past, lengths[:, None] - 1, sequences[0].row, new_lengths=lengths)
+    texts = np.array([sequence.text_length for sequence in sequences], np.int64)
+    outputs = lengths[:, None] - 1
+    return Batch(Phase.PREFILL, ids, past, outputs, sequences[0].row, new_lengths=lengths, text_lengths=texts)
 
 
 class SingleRunner:

@@ -43,6 +43,8 @@ class Batch:
         provisional: of a call of one row, whether its states stay as they are until :meth:`Session.accept`.
         hidden: float32 [B, S, H], for a stage behind another one, what that handed on; [1, T, H], of the T tokens that
             count, where the session packs rows and the call is of prefill.
+        text_lengths: int64 [B], of a model whose ropes switch how long each row's text is; default: up to its last new
+            token.
         seen_lengths: int64 [B], of a diffusion model how many positions of each row its tokens see; default: those up
             to its last new token.
     """
@@ -59,6 +61,7 @@ class Batch:
     provisional: bool = False
     hidden: NDArray[np.float32] | None = None
     seen_lengths: NDArray[np.int64] | None = None
+    text_lengths: NDArray[np.int64] | None = None
     begun: Any = None
 
 
@@ -116,7 +119,7 @@ class Session(ABC):
         """Free the engine and the cache."""
 
     def _run_row_by_row(self, batch: Batch) -> NDArray[np.float32]:
-        names = ("input_ids", "past_lengths", "logit_indices", "new_lengths", "hidden", "seen_lengths")
+        names = ["input_ids", "past_lengths", "logit_indices", "new_lengths", "hidden", "seen_lengths", "text_lengths"]
         found = []
         for r in range(len(batch.input_ids)):
             arrays = {name: getattr(batch, name)[r : r + 1] for name in names if getattr(batch, name) is not None}

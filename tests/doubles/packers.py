@@ -289,11 +289,48 @@ def write_float8(folder: Path, config: dict[str, Any], name: str, block: tuple[i
         weights[own] = (codes.float() * scales.float()).reshape(outputs, inputs).numpy()
         tensors[own] = codes.reshape(outputs, inputs)
         tensors[own.removesuffix("weight") + name] = scales[:, 0, :, 0] if any(block) else scales.reshape(())
+        tensors[own.removesuffix("weight") + "activation_scale"] = torch.tensor(1.0)
     write_tensors(folder, tensors)
     settings = {**model.config.to_dict(), "quantization_config": config}
     (folder / "config.json").write_text(json.dumps(settings))
     write_tokenizer(folder)
     return weights
+
+
+def write_float8_experts(folder: Path, scale_fmt: str, *, stacked: bool) -> dict[str, np.ndarray]:
+    """A random mixture in float8 by transformers' own rounding, with static scales of activations beside it, whose
+    experts lie in stacks or apart. Returns the floats of the stacks that transformers makes of it."""
+    from types import SimpleNamespace
+
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+    how = FineGrainedFP8Config(activation_scheme="static", weight_block_size=(16, 32), scale_fmt=scale_fmt)
+    quantize, back = Fp8Quantize(SimpleNamespace(quantization_config=how)), Fp8Dequantize(None)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**BASE, **MIXTURE}))
+    tensors, floats = dict(model.state_dict()), {}
+    for own in [own for own in tensors if own.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        stack, at = tensors.pop(own), own.rpartition(".")[0]
+        found = quantize.convert({own: stack})
+        scales = found[f"{own}_scale_inv"]
+        floats[own] = back._dequantize_one(found[own], scales, torch.float32).numpy()
+        if stacked:
+            tensors |= {**found, f"{own}_activation_scale": torch.ones(len(stack))}
+            continue
+        parts = ("gate_proj", "up_proj") if "gate" in own else ("down_proj",)
+        for expert in range(len(stack)):
+            for number, part in enumerate(parts):
+                name = f"{at}.{expert}.{part}"
+                tensors[f"{name}.weight"] = found[own][expert].chunk(len(parts))[number].contiguous()
+                tensors[f"{name}.weight_scale_inv"] = scales[expert].chunk(len(parts))[number].contiguous()
+                tensors[f"{name}.activation_scale"] = torch.tensor(1.0)
+    write_tensors(folder, tensors)
+    settings = {**model.config.to_dict(), "quantization_config": how.to_dict()}
+    (folder / "config.json").write_text(json.dumps(settings))
+    write_tokenizer(folder)
+    return floats
 
 
 def write_tokenizer(folder: Path) -> None:

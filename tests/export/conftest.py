@@ -169,6 +169,15 @@ CASES: dict[str, dict[str, Any]] = {
         "num_global_key_value_heads": 1,
         "hidden_size_per_layer_input": 0,
     },
+    "gemma4_unified-shared-caches": {
+        **GEMMA4,
+        "model_type": "gemma4_unified_text",
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 1,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
     "gemma4-experts-beside-mlp": {
         **GEMMA4,
         "num_hidden_layers": 2,
@@ -325,6 +334,12 @@ CASES: dict[str, dict[str, Any]] = {
     "starcoder2-window-fp16": {"model_type": "starcoder2", "sliding_window": 6, "dtype": "float16"},
     "glm4-sandwich": {"model_type": "glm4", "head_dim": 16, "attention_bias": True, "pad_token_id": None},
     "cohere-parallel": {"model_type": "cohere", "logit_scale": 0.25, "pad_token_id": None},
+    "cohere-norms-of-each-head-bf16": {
+        "model_type": "cohere",
+        "use_qk_norm": True,
+        "dtype": "bfloat16",
+        "pad_token_id": None,
+    },
     "stablelm-parallel-bf16": {
         "model_type": "stablelm",
         "use_qkv_bias": True,
@@ -357,7 +372,8 @@ DENSE = tuple(
     name
     for name, case in CASES.items()
     if "num_experts_per_tok" not in case
-    and case["model_type"] not in ("qwen3_5_text", "lfm2", "gemma4_text", "falcon_h1", "nemotron_h")
+    and case["model_type"]
+    not in ("qwen3_5_text", "lfm2", "gemma4_text", "gemma4_unified_text", "falcon_h1", "nemotron_h")
     and "mamba" not in case.get("layer_types", ())
 )
 

@@ -228,7 +228,7 @@ def test_config_fills_in_what_generation_config_does_not_say(checkpoint):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"eos_token_id": 16}, ["eos_token_id=16", "below vocab_size=16"]),
+        ({"eos_token_id": -1}, ["eos_token_id=-1", "null, a token id, or a list of at most 1024"]),
         ({"temperature": -1}, ["temperature=-1", "a number from 0"]),
         ({"top_p": 0}, ["top_p=0", "from 1e-09 to 1"]),
         ({"top_k": 1.5}, ["top_k=1.5", "whole number"]),

@@ -13,17 +13,16 @@ from llmc.errors import CheckpointError
 from llmc.export.sources.gguf.pretokenizers import PRE_TOKENIZERS
 from llmc.export.sources.gguf.tokenizer import LONGEST_TOKEN, Tokenizer, read_tokenizer
 
-ROWS = 5000
 VOCABULARIES = vocabularies()
 
 
-def rebuilt(values: Mapping[str, Any], rows: int = ROWS) -> Tokenizer:
+def rebuilt(values: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer of this metadata, in which arrays are as a header has them."""
     metadata = {}
     for key, value in values.items():
         numbers = isinstance(value, list) and value and not isinstance(value[0], str)
         metadata[key if "." in key else f"tokenizer.ggml.{key}"] = np.array(value) if numbers else value
-    return read_tokenizer("model.gguf", metadata, rows)
+    return read_tokenizer("model.gguf", metadata)
 
 
 def tokens_of(values: Mapping[str, Any]) -> list[list[int]]:
@@ -133,7 +132,7 @@ PIECES: dict[str, Any] = {
         ({"merges": ["a a"]}, "the merge 'a a' is none of two tokens to a third"),
         ({"merges": ["a b"] * 2_000_000}, "it has 2000000 merges, at most 1048576 are expected"),
         ({"tokens": [*WORDS["tokens"][:6], "b", ""]}, "tokens 5 and 6 are both 'b'"),
-        ({"bos_token_id": 8}, "bos_token_id=8 is unsupported; expected an id below 8"),
+        ({"bos_token_id": -1}, "bos_token_id=-1 is unsupported; expected an id below 8"),
         ({"bos_token_id": "0"}, "bos_token_id='0' is unsupported"),
         (
             {"bos_token_id": None, "add_bos_token": True},
@@ -165,6 +164,6 @@ def test_what_no_sentencepiece_has_is_refused(changes, words):
     assert words in str(caught.value)
 
 
-def test_more_tokens_than_the_model_has_rows_are_refused():
-    with pytest.raises(CheckpointError, match="it knows 8 tokens, and the model has 7 rows"):
-        rebuilt(WORDS, rows=7)
+def test_an_id_without_a_token_is_left_out_with_a_note():
+    found = rebuilt({**WORDS, "eos_token_id": 8})
+    assert (found.ends, found.notes) == ((2,), ("eos_token_id=8 was left out, for the file has 8 tokens",))

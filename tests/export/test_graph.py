@@ -42,6 +42,7 @@ def test_inputs_and_outputs_are_those_of_the_contract(case, model):
         for name in cache.inputs
     }
     states = {"new_lengths": ("INT64", ["batch"])} if geometry.has_states else {}
+    states |= {"text_lengths": ("INT64", ["batch"])} if geometry.long_after else {}
     assert signature(model.graph.inputs) == {
         "input_ids": ("INT64", ["batch", "sequence"]),
         "past_lengths": ("INT64", ["batch"]),
@@ -71,6 +72,7 @@ def test_one_attention_node_per_layer_carries_the_geometry(case, model):
     for node, attention in zip(attentions, geometry.writing, strict=True):
         i = attention.layer
         turned = attention.rope is not None and not attention.turned_before
+        switching = turned and config.ropes[attention.rope].long_factors
         assert {name: attribute.value for name, attribute in node.attributes.items()} == {
             "num_heads": attention.heads,
             "kv_heads": attention.kv_heads,
@@ -88,7 +90,11 @@ def test_one_attention_node_per_layer_carries_the_geometry(case, model):
             f"past_key_values.{i}.value",
             "past_lengths",
             *([f"{node.name}.sinks.cast.out"] if attention.sinks else []),
-            f"rotary_emb.{attention.rope}.inv_freq" if turned else f"{node.name}.rotary_emb.inv_freq",
+            f"rotary_emb.{attention.rope}.where.out"
+            if switching
+            else f"rotary_emb.{attention.rope}.inv_freq"
+            if turned
+            else f"{node.name}.rotary_emb.inv_freq",
         ]
         assert [value.name for value in node.outputs[1:]] == [f"present.{i}.key", f"present.{i}.value"]
 
@@ -173,7 +179,7 @@ def test_the_file_stays_small_and_keeps_no_trace_of_the_exporter(case, model):
         *("LayerNormalization", "LessOrEqual", "MatMul", "Mul", "RMSNormalization", "Relu", "Reshape", "RotatedHeads"),
         *("Sigmoid", "Sub", "Tanh", "Transpose", "Unsqueeze", "CausalConv", "LinearAttention", "Slice", "Softplus"),
         *("Exp", "Neg", "Softmax", "Experts", "SharedAttention", "CastLike", "Clip", "Concat", "GreaterOrEqual"),
-        *("Pad", "ReduceSum", "TopK", "Where"),
+        *("Pad", "ReduceSum", "TopK", "Where", "Greater"),
     }
 
 
@@ -196,6 +202,9 @@ def test_frequencies_are_the_only_computed_weights(case, model):
     computed = {name: tensor.numpy() for name, tensor in inline.items() if not name.startswith("shape.")}
     config = read_checkpoint(case.checkpoint).config
     ropes = {f"rotary_emb.{i}.inv_freq": rope for i, rope in enumerate(config.ropes)}
+    long = {f"rotary_emb.{i}.long_inv_freq": rope for i, rope in enumerate(config.ropes) if rope.long_factors}
+    for name, rope in long.items():
+        np.testing.assert_array_equal(computed.pop(name), inverse_frequencies(rope, long=True))
     assert computed.keys() - ropes.keys() == {
         f"{attention.name}.rotary_emb.inv_freq"
         for attention in config.geometry.attentions

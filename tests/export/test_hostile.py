@@ -102,31 +102,3 @@ def test_every_number_has_a_range(name):
 def read(name: str, value: Any, whole: bool) -> float:
     keys = Keys({name: value}, "where")
     return keys.integer(name) if whole else keys.number(name)
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        {"type": "BPE", "vocab": {"a": 0, "<|end|>": 16}},
-        {"type": "Unigram", "vocab": [["a", 0.5]] * 16 + [["<|end|>", 0]]},
-    ],
-    ids=["a table", "a list"],
-)
-def test_a_tokenizer_larger_than_the_embedding_is_refused_with_both_numbers(checkpoint, model):
-    """It would be built, verified, and fail at the first text with such a token."""
-    write_tokenizer(checkpoint, model)
-    with pytest.raises(CheckpointError, match=r"knows 17 tokens, the last one '<\|end\|>', but .* vocab_size=16"):
-        read_checkpoint(checkpoint.folder)
-
-
-def test_added_tokens_count_and_a_smaller_tokenizer_is_fine(checkpoint):
-    model = {"type": "BPE", "vocab": {"a": 0}}
-    write_tokenizer(checkpoint, model, {"id": 15, "content": "<|end|>"})
-    read_checkpoint(checkpoint.folder)
-    write_tokenizer(checkpoint, model, {"id": 16, "content": "<|end|>"})
-    with pytest.raises(CheckpointError, match="knows 17 tokens"):
-        read_checkpoint(checkpoint.folder)
-
-
-def write_tokenizer(checkpoint: Any, model: Any, *added: dict[str, Any]) -> None:
-    (checkpoint.folder / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": added}))

@@ -1,5 +1,6 @@
 """The exported graph computes what transformers computes, however the tokens are fed."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import onnx_ir as ir
 import pytest
 
 from llmc.bundle import MADE_FILE, Geometry, read_export
+from llmc.errors import CheckpointError
 from llmc.export.sources.checkpoint import read_checkpoint
 
 # Largest absolute difference of logits from transformers in float32. Both sides sum in different orders, which costs
@@ -28,7 +30,7 @@ class Caller:
     """Feeds a graph as a runtime would, and keeps its cache."""
 
     def __init__(self, run: Run, geometry: Geometry, batch: int, capacity: int = CAPACITY) -> None:
-        self.run, self.states = run, geometry.has_states
+        self.run, self.states, self.switches = run, geometry.has_states, geometry.long_after
         self.cache = {
             name: np.zeros(cache.shape_of(batch, capacity), np.float32)
             for cache in geometry.caches
@@ -41,6 +43,8 @@ class Caller:
         feeds = {"input_ids": ids, "past_lengths": np.array(past, np.int64), "logit_indices": indices, **self.cache}
         if self.states:
             feeds["new_lengths"] = np.array(new or [ids.shape[1]] * len(ids), np.int64)
+        if self.switches:
+            feeds["text_lengths"] = np.full(len(ids), TOKENS)
         logits, *presents = self.run(feeds)
         self.cache = dict(zip(self.cache, presents, strict=True))
         return logits
@@ -115,7 +119,8 @@ def eager_run(folder: Path) -> Run:
             for layer in layers
         ]
         with torch.no_grad():
-            logits, presents, *_ = decoder(ids, lengths, indices, pasts, tensors.get("new_lengths"))
+            more = {name: tensors.get(name) for name in ("new_lengths", "text_lengths")}
+            logits, presents, *_ = decoder(ids, lengths, indices, pasts, **more)
         return [logits.numpy(), *(cache.numpy() for held in presents for cache in held)]
 
     return run
@@ -153,12 +158,66 @@ def test_heads_of_any_even_size_equal_transformers(exported, onnxruntime_run):
     assert difference(logits, case.reference(ids)) <= LOGIT_TOLERANCE
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_groups_are_normed_before_a_gate_or_behind_it(random_checkpoint, transformers_model, before):
-    changes = {"mamba_rms_norm": True, "mamba_norm_before_gate": before}
-    checkpoint, ids = random_checkpoint("falcon_h1-both-mixers-multipliers", **changes), random_ids()
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("falcon_h1-both-mixers-multipliers", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}),
+        ("falcon_h1-both-mixers-multipliers", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+        ("stablelm-parallel-bf16", {"qk_layernorm": True}),
+    ],
+)
+def test_groups_and_heads_are_normed_by_weights_of_their_own(random_checkpoint, transformers_model, name, changes):
+    checkpoint, ids = random_checkpoint(name, **changes), random_ids()
     logits = logits_in_pieces(eager_run(checkpoint), read_checkpoint(checkpoint).geometry, ids, [7, 13])
     assert difference(logits, transformers_model(checkpoint)(ids)) <= LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [("gemma3-two-ropes", "attn_logit_softcapping", 2.0), ("nemotron_h-one-part-per-layer", "attention_bias", True)],
+)
+def test_keys_that_transformers_never_applies_are_left_out(random_checkpoint, transformers_model, name, key, value):
+    checkpoint, ids = random_checkpoint(name, **{key: value}), random_ids()
+    found = read_checkpoint(checkpoint)
+    assert f"config.json: {key}={value} is not applied by transformers and was left out" in found.notes
+    logits = logits_in_pieces(eager_run(checkpoint), found.geometry, ids, [7, 13])
+    assert difference(logits, transformers_model(checkpoint)(ids)) <= LOGIT_TOLERANCE
+
+
+def test_a_rope_of_no_kind_of_layer_is_left_out(write_case, tmp_path):
+    """transformers computes the layers of an OLMo 3 with it by the plain rope, and saves it."""
+    flat = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    types = ["sliding_attention", "full_attention"]
+    case = {"model_type": "olmo3", "sliding_window": 6, "layer_types": types, "rope_parameters": flat}
+    reference, ids = write_case(case, tmp_path), random_ids()
+    found = read_checkpoint(tmp_path)
+    assert any("rope_parameters: rope_type, " in note or "rope_parameters: factor, " in note for note in found.notes)
+    logits = logits_in_pieces(eager_run(tmp_path), found.geometry, ids, [7, 13])
+    assert difference(logits, reference(ids)) <= LOGIT_TOLERANCE
+
+
+def test_layers_behind_the_last_one_are_left_out(random_checkpoint, tmp_path):
+    """DeepSeek-V3 stores the layer that predicts a further token as its 62nd of 61."""
+    from safetensors.numpy import load_file, save_file
+
+    checkpoint = random_checkpoint("deepseek_v3-latent-queries-corrected-groups")
+    folder = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    tensors = load_file(folder / "model.safetensors")
+    further = {name.replace(".layers.1.", ".layers.2."): it for name, it in tensors.items() if ".layers.1." in name}
+    save_file(
+        {**tensors, **further, "model.layers.2.eh_proj.weight": np.ones((2, 2), np.float32)},
+        folder / "model.safetensors",
+    )
+    config = json.loads((folder / "config.json").read_text())
+    for stated in (1, 0):
+        (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": stated}))
+        if not stated:  # planted: the config speaks of no such layer
+            with pytest.raises(CheckpointError, match=r"tensor model\.layers\.2\..* is unused"):
+                read_checkpoint(folder)
+            break
+        found = read_checkpoint(folder)
+        assert found.tensors.keys() == read_checkpoint(checkpoint).tensors.keys()
+        assert "config.json: layers behind the last one, which predict further tokens, are left out" in found.notes
 
 
 # ---------------------------------------------------------------------------- planted errors: the tolerance can fail
@@ -226,17 +285,17 @@ def norm_before_rope(model: ir.Model) -> None:
 
 
 def factors_of_short_texts(model: ir.Model) -> None:
-    value = model.graph.initializers["rotary_emb.0.inv_freq"]
+    value = model.graph.initializers["rotary_emb.0.long_inv_freq"]
     plain = 10000 ** -(np.arange(8, dtype=np.float32) / 8)
     assert not np.allclose(value.const_value.numpy(), plain)
     value.const_value = ir.tensor(plain, name=value.name)
 
 
 def heads_rotated_whole(model: ir.Model) -> None:
-    value = model.graph.initializers["rotary_emb.0.inv_freq"]
-    widened = np.repeat(value.const_value.numpy(), 2)
-    value.const_value = ir.tensor(widened, name=value.name)
-    value.shape = ir.Shape(widened.shape)
+    for value in (model.graph.initializers[f"rotary_emb.0.{name}inv_freq"] for name in ("", "long_")):
+        widened = np.repeat(value.const_value.numpy(), 2)
+        value.const_value = ir.tensor(widened, name=value.name)
+        value.shape = ir.Shape(widened.shape)
     for node in model.graph:
         if node.op_type == "CachedAttention":
             node.attributes["rotary_dim"] = ir.AttrInt64("rotary_dim", 2 * widened.size)
@@ -338,6 +397,8 @@ DROPPED = [
     ("starcoder2-window-fp16", means_not_subtracted),
     ("starcoder2-window-fp16", norm_biases_left_out),
     ("cohere-parallel", left_out("logit_scale.mul")),
+    ("cohere-norms-of-each-head-bf16", left_out("model.layers.1.self_attn.mul_1")),
+    ("cohere-norms-of-each-head-bf16", left_out("model.layers.0.self_attn.q_norm")),
     ("gpt_neox-two-norms", one_after_the_other),
     ("phi-head-bias-fp16", left_out("lm_head.bias")),
     ("gpt2-scale-by-layer", left_out("residual")),

@@ -1,5 +1,7 @@
 """Quantized checkpoints are exported with their codes, and compute what the floats compute that they stand for."""
 
+import json
+
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -122,6 +124,9 @@ def group_of(**weights):
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 FLOAT8 = {
+    # As Ministral 3 and Devstral 2 are published, and with the scales of a config that says nothing of blocks.
+    "a tensor, static": ({**FP8, "activation_scheme": "static"}, "weight_scale_inv", (0, 0), "bfloat16"),
+    "exponents": ({**FP8, "weight_block_size": [16, 32]}, "weight_scale_inv", (16, 32), "float8_e8m0fnu"),
     "blocks": ({**FP8, "weight_block_size": [16, 32]}, "weight_scale_inv", (16, 32), "float32"),
     "a tensor": (FP8, "weight_scale", (0, 0), "float32"),
     "a tensor, compressed": (group_of(strategy="tensor"), "weight_scale", (0, 0), "bfloat16"),
@@ -161,7 +166,76 @@ def test_float8_blocks_are_dequantized_as_by_transformers(tmp_path):
         np.testing.assert_array_equal(found, expected.float().numpy())
 
 
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_experts_in_float8_are_dequantized_as_by_transformers(tmp_path, scale_fmt, stacked):
+    floats = packers.write_float8_experts(tmp_path, scale_fmt, stacked=stacked)
+    tensors = read_checkpoint(tmp_path).tensors
+    for own, expected in floats.items():
+        made = tensors[f"{own.replace('.mlp.', '.')}.weight"]
+        found = np.concatenate([piece.reshape(-1, expected.shape[2]) for piece in made.pieces()])
+        np.testing.assert_array_equal(found.reshape(expected.shape), expected)
+
+
+def test_a_stack_in_float8_without_fitting_scales_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    packers.write_float8_experts(tmp_path, "float", stacked=True)
+    tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.experts.down_proj"
+    for wrong, words in (
+        (None, "needs .*down_proj_scale.* which is missing"),
+        (tensors[f"{name}_scale_inv"][:2], r"needs .*\[4, rows, columns\], which is F32 \[2, "),
+        (tensors[f"{name}_scale_inv"][:, :3], "has 3 scales for 64 values, expected blocks of 16"),
+    ):
+        changed = {key: it for key, it in tensors.items() if key != f"{name}_scale_inv" or wrong is not None}
+        changed |= {} if wrong is None else {f"{name}_scale_inv": wrong.contiguous()}
+        save_file(changed, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=words):
+            read_checkpoint(tmp_path)
+
+
 # ------------------------------------------------------------------------------------------------------------- configs
+
+WRITTEN = {
+    "AwqConfig": {"bits": 4, "group_size": 32},
+    "GPTQConfig": {"bits": 4, "group_size": 32},
+    "FineGrainedFP8Config": {},
+    "Mxfp4Config": {},
+}
+# As GPTQModel writes one.
+GPTQMODEL = {
+    "bits": 4,
+    "dynamic": {"-:.*gate.*": {}},
+    "group_size": 128,
+    "desc_act": False,
+    "lm_head": False,
+    "quant_method": "awq",
+    "checkpoint_format": "gemm",
+    "format": "gemm",
+    "pack_dtype": "int32",
+    "zero_point": True,
+    "version": "gemm",
+    "meta": {"quantizer": ["gptqmodel:5.7.0"], "failsafe": None, "gc_mode": "interval", "vram_strategy": "exclusive"},
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_every_key_that_transformers_writes_is_known(name):
+    import transformers
+
+    written = getattr(transformers, name)(**WRITTEN[name]).to_dict()
+    found = read_quantization(Keys({"quantization_config": json.loads(json.dumps(written))}, "config.json"))
+    assert found is not None and found.block == ((128, 128) if "FP8" in name else (0, 0))
+
+
+@pytest.mark.parametrize("config", [GPTQMODEL, {**GPTQMODEL, "quant_method": "gptq", "format": "gptq"}])
+def test_every_key_that_gptqmodel_writes_is_known(config):
+    if config["quant_method"] == "gptq":
+        config = {key: it for key, it in config.items() if key not in ("zero_point", "version")}
+        config |= {"checkpoint_format": "gptq", "sym": True}
+    found = read_quantization(Keys({"quantization_config": config}, "config.json"))
+    assert found is not None and found.method == config["quant_method"] and found.grids[0].group == 128
+
 
 COMPRESSED = packers.SCHEMES["packed-int4-bf16"].config
 
@@ -178,6 +252,10 @@ def with_group(**changes):
         ({"quant_method": "bitsandbytes"}, ["quant_method='bitsandbytes' is unsupported"]),
         ({**packers.AWQ, "version": "gemv"}, ["version='gemv'", "gemm"]),
         ({**packers.AWQ, "bits": 8}, ["bits=8", "expected 4"]),
+        ({**GPTQMODEL, "checkpoint_format": "gemv"}, ["checkpoint_format='gemv'", "gemm"]),
+        ({**GPTQMODEL, "pack_dtype": "int16"}, ["pack_dtype='int16'", "int32"]),
+        ({**GPTQMODEL, "dynamic": {"+:.*down.*": {"bits": 8}}}, ["dynamic=", "begin with -:"]),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, ["expert_dtype='fp4'", "fp8"]),
         ({**packers.GPTQ, "bits": 3}, ["bits=3", "expected 4 or 8"]),
         ({**packers.GPTQ, "checkpoint_format": "marlin"}, ["checkpoint_format='marlin'", "gptq, gptq_v2"]),
         ({**packers.GPTQ, "dynamic": {"+:.*down.*": {"bits": 8}}}, ["dynamic=", "begin with -:"]),

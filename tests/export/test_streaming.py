@@ -34,7 +34,8 @@ def test_parts_equal_the_whole_decoder(case):
     x = streamed.embed(ids())
     start = torch.zeros(2, dtype=torch.int64)
     torch.testing.assert_close(x, whole.embed(ids(), start), rtol=0, atol=0)
-    ropes = [rope.inv_freq for rope in whole.rotary_emb]
+    long = [bool(rope.long_factors) for rope in whole.config.ropes]  # the text is longer than 12
+    ropes = [rope.long_inv_freq if it else rope.inv_freq for it, rope in zip(long, whole.rotary_emb, strict=True)]
     for index, layer in enumerate(whole.model.layers):
         held = streamed.geometry.caches_of(index)
         cache = tuple(torch.zeros(item.shape_of(2, TOKENS)) for item in held for _ in item.inputs)

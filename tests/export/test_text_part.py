@@ -50,6 +50,12 @@ KINDS = {
         "vision_config": {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
         "image_token_id": 95,
     },
+    "gemma4_unified": {
+        "text_config": {**TEXT, "model_type": "gemma4_unified_text", "per_layer_config": {"1": {"head_dim": 32}}},
+        "vision_config": {"patch_size": 2, "pooling_kernel_size": 1, "mm_embed_dim": 8, "mm_posemb_size": 4},
+        "audio_config": {"audio_embed_dim": 8},
+        "image_token_id": 95,
+    },
     "smolvlm": {
         "text_config": {
             **{name: TEXT[name] for name in TEXT if name not in ("model_type", "layer_types", "sliding_window")},

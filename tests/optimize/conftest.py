@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles import modules
-from doubles.lowerings import Lowering, open_session
+from doubles.lowerings import Lowering, long_texts, open_session
 
 from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
 from llmc.optimize.judge.reference import empty_caches
@@ -141,6 +141,7 @@ class Decoder:
         }
         if any(value.name == "new_lengths" for value in self.session.get_inputs()):
             feeds["new_lengths"] = np.full(len(ids), len(ids[0]))
+        feeds |= long_texts(self.session, len(ids))
         logits, *presents = self.session.run(None, feeds | cache)[: 1 + len(cache)]  # behind them is what replays read
         return logits, dict(zip(cache, presents, strict=True))
 

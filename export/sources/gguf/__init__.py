@@ -17,6 +17,7 @@ from llmc.export.sources.gguf.config import Metadata
 from llmc.export.sources.gguf.header import SUFFIX, Header, read_header
 from llmc.export.sources.gguf.tensors import count_unpacked_types, decoder_tensors, read_factors, read_small
 from llmc.export.sources.gguf.tokenizer import read_tokenizer
+from llmc.export.sources.tokens import cut_tokenizer
 
 __all__ = ["SUFFIX", "GgufModel", "read_factors", "read_gguf", "read_header"]
 
@@ -67,18 +68,20 @@ def read_gguf(path: Path) -> GgufModel:
 
     shapes = {name: entry.shape for name, (_, entry) in places.items()}
     config = read_config(Metadata(str(path), metadata, shapes, read))
-    tokenizer = read_tokenizer(str(path), metadata, config["vocab_size"])
+    tokenizer = read_tokenizer(str(path), metadata)
+    tokens = {TOKENIZER_FILE: tokenizer.json, TOKENIZER_CONFIG_FILE: tokenizer.config}
+    cut, notes = cut_tokenizer(str(path), tokens, config["vocab_size"])
     config |= {"bos_token_id": tokenizer.bos, "eos_token_id": list(tokenizer.ends)}
     tensors, linked = decoder_tensors(headers, config)
-    texts = {CONFIG_FILE: config, TOKENIZER_FILE: tokenizer.json, TOKENIZER_CONFIG_FILE: tokenizer.config}
+    texts = {name: json.dumps(content, ensure_ascii=False) for name, content in {CONFIG_FILE: config, **tokens}.items()}
     return GgufModel(
         config,
         _generation(metadata),
-        {name: json.dumps(content, ensure_ascii=False) for name, content in texts.items()},
+        texts | cut,
         tensors,
         tuple(header.path for header in headers),
         linked,
-        _notes(path, count_unpacked_types(headers, tensors, config["model_type"])),
+        (*tokenizer.notes, *notes, *_notes(path, count_unpacked_types(headers, tensors, config["model_type"]))),
     )
 
 

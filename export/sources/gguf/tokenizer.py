@@ -51,27 +51,29 @@ _KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Contents of the two files, and the ids of the tokens that begin and end a text."""
+    """Contents of the two files, the ids of the tokens that begin and end a text, and notes about what was left out."""
 
     json: dict[str, Any]
     config: dict[str, Any]
     bos: int | None
     ends: tuple[int, ...]
+    notes: tuple[str, ...] = ()
 
 
-def read_tokenizer(where: str, metadata: Mapping[str, Any], rows: int) -> Tokenizer:
-    """The tokenizer that ``metadata`` describe, for a model whose embedding has ``rows``."""
-    return _Reader(where, metadata, rows).tokenizer()
+def read_tokenizer(where: str, metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that ``metadata`` describe."""
+    return _Reader(where, metadata).tokenizer()
 
 
 class _Reader:
-    def __init__(self, where: str, metadata: Mapping[str, Any], rows: int) -> None:
+    def __init__(self, where: str, metadata: Mapping[str, Any]) -> None:
         self._where = where
         self._metadata = metadata
+        self._notes: list[str] = []
         self._kind = metadata.get("tokenizer.ggml.model")
         if self._kind not in ("gpt2", "llama", "gemma4"):
             raise self._error("model", self._kind, "gpt2, llama or gemma4")
-        self._tokens = self._list("tokens", rows)
+        self._tokens = self._list("tokens")
         turns = [token in _ENDS or token in _TURNS for token in self._tokens]
         self._types = np.where(turns, _CONTROL, self._numbers("token_type", "iu"))
         self._vocab = self._vocabulary()
@@ -88,7 +90,7 @@ class _Reader:
             **(self._bytes(pre) if pre else self._sentencepiece()),
             "post_processor": self._around(begins=pre.begins if pre else True),
         }
-        return Tokenizer(content, self._config(), self._ids["bos"], self._ends())
+        return Tokenizer(content, self._config(), self._ids["bos"], self._ends(), tuple(self._notes))
 
     # ------------------------------------------------------------------------------------------------- vocabulary
 
@@ -140,7 +142,7 @@ class _Reader:
         }
 
     def _merges(self) -> list[tuple[str, str]]:
-        stored, vocab, merges = self._list("merges", None), self._vocab, []
+        stored, vocab, merges = self._list("merges"), self._vocab, []
         if len(stored) > MOST_MERGES:
             raise self._make_error(f"it has {len(stored)} merges, at most {MOST_MERGES} are expected")
         for merge in stored:
@@ -248,12 +250,10 @@ class _Reader:
 
     # ----------------------------------------------------------------------------------------------------- metadata
 
-    def _list(self, name: str, most: int | None) -> list[str]:
+    def _list(self, name: str) -> list[str]:
         found = self._metadata.get(f"tokenizer.ggml.{name}")
         if not isinstance(found, list):
             raise self._make_error(f"tokenizer.ggml.{name} is missing, or no list of texts")
-        if most is not None and not 0 < len(found) <= most:
-            raise self._make_error(f"it knows {len(found)} tokens, and the model has {most} rows for them")
         return found
 
     def _numbers(self, name: str, kinds: str) -> Any:
@@ -264,8 +264,11 @@ class _Reader:
 
     def _id(self, name: str, default: int | None) -> int | None:
         value = self._metadata.get(f"tokenizer.ggml.{name}_token_id", default)
-        if value is not None and (type(value) is not int or not 0 <= value < len(self._tokens)):
+        if value is not None and (type(value) is not int or value < 0):
             raise self._error(f"{name}_token_id", value, f"an id below {len(self._tokens)}")
+        if value is not None and value >= len(self._tokens):  # llama.cpp ignores it too
+            self._notes.append(f"{name}_token_id={value} was left out, for the file has {len(self._tokens)} tokens")
+            return None
         return value
 
     def _flag(self, name: str, default: bool) -> bool:

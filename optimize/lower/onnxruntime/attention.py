@@ -27,7 +27,7 @@ from llmc.optimize.lower.rewrite import (
     scalar,
     vector,
 )
-from llmc.optimize.lower.rotary import Pair, Tables, rotary_tables, rotations, table_pair
+from llmc.optimize.lower.rotary import SWITCH, Pair, Tables, rotary_tables, rotations, table_pair
 from llmc.optimize.quantize import kv_cache
 
 GQA = "GroupQueryAttention"
@@ -73,7 +73,7 @@ def before_sorting(value: ir.Value | None) -> ir.Value | None:
 def _linear_before(value: ir.Value | None) -> Linear:
     """The linear that feeds ``value``, directly or through the reshapes and the norm of qk-norm."""
     node = value.producer() if value is not None else None
-    while node is not None and node.op_type in ("RotatedHeads", "Reshape", "Slice", *NORMS):
+    while node is not None and node.op_type in ("RotatedHeads", "Reshape", "Slice", "Mul", *NORMS):
         node = node.inputs[0].producer() if node.inputs[0] is not None else None
     if node is None or node.op_type != "Linear":
         raise BuildError(
@@ -98,7 +98,7 @@ def group_query_attention(graph: ir.Graph, context: LoweringContext, make_length
         emit = Emitter(node, main=GQA)
         packed = _split_source(query, key, value)
         by_axes = "axes" in node.attributes
-        apart = tables is not None and (by_axes or _must_rotate_apart(attention, tables))
+        apart = tables is not None and (by_axes or SWITCH in graph.meta or _must_rotate_apart(attention, tables))
         parts = [packed, None, None] if packed and not apart else [query, key, value]
         parts = [part and emit_conversion(emit, part, context.type, context.attention_type) for part in parts]
         if tables and apart:
@@ -216,10 +216,16 @@ def emit_token_counts(graph: ir.Graph) -> ir.Value:
 
 
 def token_positions(graph: ir.Graph, first: ir.Node) -> ir.Value:
-    """Positions of the new tokens, int64 [B, S], made once, in front of ``first``."""
+    """Rows of the rotary tables of the new tokens, int64 [B, S], made once, in front of ``first``: their positions, and
+    of long texts so many rows more as tables have for short ones."""
     if "positions" not in graph.meta:
         emit = Emitter(first, "positions")
         starts = emit("Unsqueeze", graph_input(graph, "past_lengths"), vector(graph, [1]))
+        if SWITCH in graph.meta:
+            length, after = graph.meta[SWITCH]
+            is_long = emit("Cast", emit("Greater", length, scalar(graph, after, np.int64)), to=ir.DataType.INT64)
+            rows = emit("Mul", is_long, scalar(graph, after, np.int64))
+            starts = emit("Add", starts, emit("Unsqueeze", rows, vector(graph, [1])))
         ends = emit("Add", starts, emit_token_counts(graph))
         graph.meta["positions"] = emit("Sub", ends, scalar(graph, 1, np.int64))
     positions: ir.Value = graph.meta["positions"]

@@ -5,8 +5,8 @@ import onnx_ir as ir
 
 from llmc.exported import Weight
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.linears import inline_vector
-from llmc.optimize.lower.raising import find_weight, norm_nodes
+from llmc.optimize.lower.linears import inline_vector, replace_weight
+from llmc.optimize.lower.raising import find_vector, find_weight, head_scales, norm_nodes
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, nodes_of, replace, sole_consumer
 
 # By the operator of the portable graph: the kernel, and the one that adds first.
@@ -19,6 +19,8 @@ KERNELS = {
 
 def lower_norms(graph: ir.Graph, context: LoweringContext) -> int:
     """RMSNormalization and LayerNormalization -> their kernels, weights inline."""
+    for scale in head_scales(graph):
+        replace_weight(scale, _keep(graph, find_vector(scale), context))
     norms = norm_nodes(graph)
     for norm in norms:
         kernel, _ = KERNELS[norm.op_type]

@@ -6,9 +6,11 @@ TensorScatter becomes a KV-cache update, whose output shares the memory of its i
 
 import onnx_ir as ir
 
+from llmc.exported import Weight
 from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.raising import find_weight, norm_nodes
+from llmc.optimize.lower.linears import replace_weight
+from llmc.optimize.lower.raising import find_vector, find_weight, head_scales, norm_nodes
 from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, nodes_of, replace, scalar, vector
 from llmc.optimize.lower.rotary import Pair, rotary_tables, rotations, table_pair
 from llmc.optimize.lower.tensorrt.heads import attend, heads, mask_of, merge_heads, split
@@ -70,9 +72,14 @@ def _mask(node: ir.Node, attention: Attention) -> tuple[int, int]:
 def lower_norms(graph: ir.Graph, context: LoweringContext) -> int:
     """Give each norm its weight and bias in the compute type; it sums in float32."""
     norms = norm_nodes(graph)
+    for scale in head_scales(graph):
+        replace_weight(scale, _narrow(graph, find_vector(scale), context))
     for norm in norms:
         for index, value in enumerate(norm.inputs[1:], 1):
-            tensor = find_weight(value)
-            weight = narrow_values(context.calibrated.rows(tensor), context.compute, tensor.name or "")
-            norm.replace_input_with(index, constant(graph, f"{tensor.name}.{context.compute}", weight))
+            norm.replace_input_with(index, _narrow(graph, find_weight(value), context))
     return len(norms)
+
+
+def _narrow(graph: ir.Graph, tensor: Weight, context: LoweringContext) -> ir.Value:
+    values = narrow_values(context.calibrated.rows(tensor), context.compute, tensor.name or "")
+    return constant(graph, f"{tensor.name}.{context.compute}", values)

@@ -59,6 +59,7 @@ class OnnxRuntimeSession(Session):
         ragged = split or not manifest.geometry.has_states
         self.packs_rows = ragged and Phase.PREFILL in self._takes_lengths
         self._takes_slots = _takes(self._graphs[Phase.DECODE], "cache_slots")
+        self._takes_texts = _takes(self._graphs[Phase.DECODE], "text_lengths")
         self._takes_embeddings = _takes(self._graphs[Phase.DECODE], "embeddings")
         ends = {phase: _ends_in(graph) for phase, graph in self._graphs.items()}
         self._headless: set[str] = {phase for phase, end in ends.items() if end == LOGIT_ROWS}
@@ -181,13 +182,12 @@ class OnnxRuntimeSession(Session):
             binding.bind_head(self._head, room, self._manifest.geometry.hidden_size)
         elif self._manifest.stage.is_last:
             binding.bind_logits(room)
-        if kind in self._takes_lengths:
-            binding.bind_lengths()
+        diffuses, packs = self._manifest.geometry.diffusion is not None, kind in self._takes_lengths
+        asked = {"new_lengths": packs, "seen_lengths": diffuses, "text_lengths": self._takes_texts}
+        binding.bind_numbers(name for name, wanted in asked.items() if wanted)
         if self._takes_embeddings:
             embeddings = 0 if batch.embedded is None else len(batch.embedded.rows)
             binding.bind_embeddings(max(1, embeddings), self._manifest.geometry)
-        if self._manifest.geometry.diffusion:
-            binding.bind_seen_lengths()
         if shape := self._shape_hidden(batch):
             binding.bind_hidden(shape)
         if batch.adapters and self._factors is not None:
@@ -248,6 +248,7 @@ class _Binding:
         self.new_lengths: NDArray[np.int64] | None = None
         self.positions: NDArray[np.int64] | None = None
         self.seen_lengths: NDArray[np.int64] | None = None
+        self.text_lengths: NDArray[np.int64] | None = None
         self._caches = caches
         for name in ("input_ids", "past_lengths", "logit_indices"):
             bind(self.io.bind_input, name, getattr(self, name))
@@ -268,23 +269,22 @@ class _Binding:
         bind(self.head.bind_input, LOGIT_ROWS, rows)
         bind(self.head.bind_output, "logits", logits)
 
-    def bind_lengths(self) -> None:
-        """A graph that packs rows asks how many of each row's new tokens count."""
-        self.new_lengths = np.empty(self.past_lengths.shape, np.int64)
-        bind(self.io.bind_input, "new_lengths", self.new_lengths)
+    def bind_numbers(self, names: Iterable[str]) -> None:
+        """Bind the inputs with a number for each row that the graph asks for."""
+        for name in names:
+            setattr(self, name, np.empty(self.past_lengths.shape, np.int64))
+            bind(self.io.bind_input, name, getattr(self, name))
 
     def fill_places(self, batch: Batch, ends: Sequence[int]) -> None:
-        """Fill in positions, and how many of a row are seen, where the graph asks; ``ends`` are those of the tokens."""
+        """Fill in positions, how many of a row are seen, and how long its text is, where the graph asks; ``ends`` are
+        those of the tokens."""
+        if self.text_lengths is not None:
+            self.text_lengths[:] = ends if batch.text_lengths is None else batch.text_lengths
         if self.seen_lengths is not None:
             self.seen_lengths[:] = ends if batch.seen_lengths is None else batch.seen_lengths
         if self.positions is not None:
             plain = batch.past_lengths[:, None] + np.arange(batch.input_ids.shape[1])
             self.positions[:] = plain if batch.positions is None else batch.positions
-
-    def bind_seen_lengths(self) -> None:
-        """A graph of a diffusion model asks how many positions of each row its tokens see."""
-        self.seen_lengths = np.empty(self.past_lengths.shape, np.int64)
-        bind(self.io.bind_input, "seen_lengths", self.seen_lengths)
 
     def bind_hidden(self, shape: tuple[int, ...]) -> None:
         """A graph that gives hidden states to a draft head, or a head's own."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 import pytest
-from doubles.lowerings import difference, replace_weights
+from doubles.lowerings import difference, long_texts, replace_weights
 
 from llmc.bundle import DECODER_FILE, FACTOR_A, FACTOR_B, read_export
 from llmc.errors import BuildError
@@ -63,7 +63,7 @@ def feed(session, factors):
 
 def run(session, ids, feeds):
     """Logits of two rows with the same tokens."""
-    tokens = {"input_ids": np.array([ids, ids]), "past_lengths": np.zeros(2, np.int64)}
+    tokens = {"input_ids": np.array([ids, ids]), "past_lengths": np.zeros(2, np.int64), **long_texts(session, 2)}
     found = session.run(["logits"], feeds | tokens | {"logit_indices": np.tile(np.arange(len(ids)), (2, 1))})
     return found[0]
 

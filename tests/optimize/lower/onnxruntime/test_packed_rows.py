@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from doubles.lowerings import VARIED, difference
+from doubles.lowerings import VARIED, difference, long_texts
 
 from llmc.optimize.judge.reference import empty_caches
 from llmc.optimize.lower.context import PerToken, WeightOnly
@@ -63,6 +63,7 @@ class Rows:
             ids[i, :count] = self.texts[row, past : past + count]
         last = np.maximum(np.array(new, np.int64) - 1, 0)[:, None].repeat(outputs, 1)
         feeds = {"input_ids": ids, "past_lengths": np.array(pasts), "logit_indices": last, "new_lengths": np.array(new)}
+        feeds |= long_texts(self.session, len(rows))
         logits, *presents = self.session.run(None, feeds | cache)
         return logits, dict(zip(cache, presents, strict=True))
 
@@ -104,6 +105,7 @@ def test_a_row_alone_equals_the_portable_graph(case, packing, decoder, portable_
             "past_lengths": np.array([position]),
             "logit_indices": np.arange(size)[None],
             "new_lengths": np.array([size]),
+            **long_texts(whole.session, 1),
         }
         found, *presents = whole.session.run(None, feeds | cache)[: 1 + len(cache)]
         cache = dict(zip(cache, presents, strict=True))

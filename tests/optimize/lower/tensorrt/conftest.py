@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from doubles import modules
-from doubles.lowerings import Lowering, open_session, replace_weights
+from doubles.lowerings import Lowering, long_texts, open_session, replace_weights
 
 from llmc.bundle import DECODER_FILE, Limits
 from llmc.exported import rows_of
@@ -182,6 +182,7 @@ class Decoder:
             "logit_indices": indices.astype(np.int64),
             **({} if self._slots is None else {"cache_slots": np.arange(bucket)}),
             **cache,
+            **long_texts(self.session, len(ids)),
         }
         logits, *presents = self.session.run(None, feeds)
         assert logits.dtype == np.float32
