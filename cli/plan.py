@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmc.bundle import TOKENIZER_FILE, read_bundle, read_export
+from llmc.bundle import CONFIG_FILE, TOKENIZER_FILE, TOKENIZER_FILES, read_bundle, read_export
 from llmc.cli import output as show
 from llmc.cli.options import (
     SectionCommand,
@@ -25,6 +25,7 @@ from llmc.cli.options import (
     take_precision,
 )
 from llmc.errors import LlmcError, MissingExtraError, ResourceError, UsageError
+from llmc.origin import copy_own
 
 if TYPE_CHECKING:
     from llmc.bundle import Geometry, Manifest
@@ -156,11 +157,13 @@ def _source(path: Path) -> Iterator[tuple[Path, Geometry | None, int]]:
 
 @contextmanager
 def _tokenizer_folder(checkpoint: Checkpoint) -> Iterator[Path]:
-    """Its own folder, or for as long as the block runs one with the files that its metadata make."""
+    """Its own folder, or for as long as the block runs one with the files that an export would write."""
     if not checkpoint.texts:
         yield checkpoint.folder
         return
     with TemporaryDirectory() as name:
+        if CONFIG_FILE not in checkpoint.texts:
+            copy_own(checkpoint.folder, set(TOKENIZER_FILES) - checkpoint.texts.keys(), Path(name))
         for file, text in checkpoint.texts.items():
             (Path(name) / file).write_text(text, encoding="utf-8")
         yield Path(name)
