@@ -12,8 +12,9 @@ from llmc.export import ExportReport
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch, manifest: bundle.Manifest) -> list[dict[str, Any]]:
-    """Calls of the library's ``export``, which pretends to have worked."""
+def calls(monkeypatch: pytest.MonkeyPatch, manifest: bundle.Manifest, tmp_path: Path) -> list[dict[str, Any]]:
+    """Calls of the library's ``export`` of tmp_path, which pretends to have worked."""
+    (tmp_path / "config.json").write_text("{}")
     made: list[dict[str, Any]] = []
 
     def export(checkpoint: Path, output: Path, **options: Any) -> ExportReport:
