@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from llmc.cli.options import debug_option, source_path
+from llmc.cli.options import bundle_argument, debug_option, source_path
 from llmc.errors import require
 
 
@@ -14,7 +14,7 @@ def adapter_command() -> None:
 
 
 @adapter_command.command("add")
-@click.argument("bundle", type=source_path)
+@bundle_argument
 @click.argument("folder", type=source_path)
 @click.option("--name", required=True, help="Name that requests give.")
 @debug_option

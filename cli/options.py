@@ -37,11 +37,14 @@ def bundle_path(text: str) -> Path:
 
 
 def source_path(text: str) -> Path:
-    """A folder, or a GGUF file, to build of or to look at."""
+    """A folder, or a GGUF file, to build of or to look at; any other path is wrong usage."""
+    from llmc.cli.summary import kind_of
+
     if said := explain_absent(Path(text)):
         raise UsageError(said)
     if not os.path.exists(text):
         raise click.BadParameter(f"Path {text!r} does not exist.")
+    kind_of(Path(text))
     return Path(text)
 
 

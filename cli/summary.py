@@ -76,8 +76,8 @@ def summarize(path: Path) -> Summary:
 
 
 def kind_of(path: Path) -> str:
-    if path.is_file():
-        return "checkpoint"  # in a GGUF file, or what is none is refused when it is read
+    if path.is_file() and path.suffix == ".gguf":
+        return "checkpoint"
     kinds = {bundle.BUNDLE_MANIFEST: "bundle", bundle.EXPORT_MANIFEST: "export", CONFIG_FILE: "checkpoint"}
     kinds[bundle.ADAPTER_FILE] = "checkpoint"  # which is refused as such when it is read
     for name, kind in kinds.items():
@@ -85,7 +85,7 @@ def kind_of(path: Path) -> str:
             return kind
     raise UsageError(
         f"{path}: neither {bundle.BUNDLE_MANIFEST} (a bundle), {bundle.EXPORT_MANIFEST} (an export) nor "
-        f"{CONFIG_FILE} (a Hugging Face checkpoint) is here"
+        f"{CONFIG_FILE} (a Hugging Face checkpoint) is here; expected a folder with one of them, or a .gguf file"
     )
 
 

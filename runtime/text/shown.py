@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from llmc.errors import RequestError, UsageError, format_value
@@ -31,7 +32,7 @@ def render_messages(
     Args:
         write: spells calls, names with arguments, as part of the content where the template shows none, for clients
             that tell the model of tools in another way.
-        ignored: is told that names of messages are not shown, which are refused without it.
+        ignored: is told that names of messages, which are refused without it, or words beside calls are not shown.
 
     Raises:
         UsageError: the template does not read what is given, or shows nothing of a message, or of names, calls or
@@ -67,7 +68,7 @@ def render_messages(
     if "developer" not in template.source(tools is not None):  # whose role the system's is elsewhere
         messages = [{**message, "role": "system"} if _is(message, "developer") else message for message in messages]
     prompt = render(messages)
-    _refuse_hidden(render, messages, prompt, continue_final_message)
+    _refuse_hidden(render, messages, continue_final_message, ignored)
     for said, less in _LESS:
         fewer = [found for message in messages if (found := less(message)) is not None]
         if fewer != list(messages) and _same(render, fewer, prompt):
@@ -83,50 +84,50 @@ def render_messages(
     return prompt
 
 
-def _refuse_hidden(render: Callable[[Messages], str], messages: Messages, prompt: str, goes_on: bool) -> None:
+def _refuse_hidden(
+    render: Callable[[Messages], str], messages: Messages, goes_on: bool, ignored: Callable[[str], None] | None
+) -> None:
     """Refuse messages whose texts the template leaves out, such as those of a role that it does not know.
 
-    Texts that are not in the prompt as they are, and all of other roles than user and assistant, are rendered once more
-    as random numbers that the prompt must hold. Results of tools are compared below; of a message that is gone on with
-    the end is looked for anyway.
+    All texts are rendered once more as random numbers, which the prompt must hold. Results of tools are compared below;
+    of a message that is gone on with the end is looked for anyway. Words beside calls are the model's own, and many
+    templates leave them out: they are ignored.
     """
-    marks: dict[int, str] = {}
-    for index, message in enumerate(messages[: len(messages) - goes_on]):
-        text = _text_of(message).strip()
-        plain = _is(message, "user") or _is(message, "assistant")
-        if text and not (plain and text in prompt) and not _is(message, "tool"):
-            marks[index] = f"{secrets.randbelow(10**18):018}"
-    if not marks:
-        return
+    key, owners = f"{secrets.randbelow(10**18):018}", list[int]()
+
+    def mark(index: int) -> str:
+        owners.append(index)
+        return f"{key}{len(owners) - 1:09}"
+
+    end = len(messages) - goes_on
+    marked = [m if _is(m, "tool") else _replace_texts(m, partial(mark, i)) for i, m in enumerate(messages[:end])]
     try:
-        shown = render([_say(message, marks.get(index)) for index, message in enumerate(messages)])
+        shown = {piece[:9] for piece in render([*marked, *messages[end:]]).split(key)[1:]}
     except (RequestError, UsageError):  # a template that refuses other texts has looked at them
         return
-    for index, mark in marks.items():
-        if mark not in shown:
-            role = messages[index].get("role")
+    for index in (index for number, index in enumerate(owners) if f"{number:09}" not in shown):
+        if not messages[index].get("tool_calls"):
             raise UsageError(
-                f"messages[{index}] has the role {format_value(role)}, {_ADVICE} there; expected system (first), user, "
-                "assistant or tool"
+                f"messages[{index}] has the role {format_value(messages[index].get('role'))}, {_ADVICE} there; "
+                "expected system (first), user, assistant or tool"
             )
+        if ignored is not None:
+            ignored("messages.content")
 
 
-def _text_of(message: object) -> str:
-    content = message.get("content") if isinstance(message, Mapping) else None
-    parts = content if isinstance(content, list | tuple) else [{"text": content}]
-    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
-    return "".join(text for text in texts if isinstance(text, str))
-
-
-def _say(message: Any, text: str | None) -> Any:
-    """The message with another text; images stay."""
-    if text is None:
-        return message
-    content = message["content"]
+def _replace_texts(message: Any, mark: Callable[[], str]) -> Any:
+    """The message with a mark in place of each of its texts; images and blanks stay."""
+    content = message.get("content")
     if isinstance(content, str):
-        return {**message, "content": text}
-    others = [part for part in content if not (isinstance(part, Mapping) and isinstance(part.get("text"), str))]
-    return {**message, "content": [*others, {"type": "text", "text": text}]}
+        return {**message, "content": mark()} if content.strip() else message
+    if not isinstance(content, list | tuple):
+        return message
+    return {**message, "content": [_replace_text(part, mark) for part in content]}
+
+
+def _replace_text(part: Any, mark: Callable[[], str]) -> Any:
+    text = part.get("text") if isinstance(part, Mapping) else None
+    return {**part, "text": mark()} if isinstance(text, str) and text.strip() else part
 
 
 def _same(render: Callable[[Messages], str], messages: Messages, prompt: str) -> bool:

@@ -12,8 +12,9 @@ from llmc.export import ExportReport
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch, manifest: bundle.Manifest) -> list[dict[str, Any]]:
-    """Calls of the library's ``export``, which pretends to have worked."""
+def calls(monkeypatch: pytest.MonkeyPatch, manifest: bundle.Manifest, tmp_path: Path) -> list[dict[str, Any]]:
+    """Calls of the library's ``export`` of tmp_path, which pretends to have worked."""
+    (tmp_path / "config.json").write_text("{}")
     made: list[dict[str, Any]] = []
 
     def export(checkpoint: Path, output: Path, **options: Any) -> ExportReport:
@@ -70,4 +71,4 @@ def test_a_tokenizer_that_does_not_work_is_refused_before_any_work(
     ran = llmc("export", exploding_checkpoint, "-o", tmp_path / "out")
     assert (ran.code, calls) == (1, [])
     assert "the tokenizer or chat template does not work: tried in a process of its own" in ran.err
-    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "in"]

@@ -22,7 +22,7 @@ def test_what_has_yet_to_be_built_is_named_with_the_command(llmc, unbuilt: dict[
     for kind, folder in unbuilt.items():
         ran = llmc(verb[0], folder, *verb[1:])
         expected = f"{folder} is {kind}, expected a bundle; build one with: llmc build {folder} -o BUNDLE"
-        assert (ran.code, ran.out, ran.err) == (1, "", f"llmc: error: {expected}\n")
+        assert (ran.code, ran.out, ran.err) == (2, "", f"llmc: error: {expected}\n")
 
 
 @pytest.mark.parametrize("order", [("export",), ("build",), ("plan",), ("inspect",)], ids=lambda order: order[0])

@@ -95,7 +95,12 @@ def test_rare_options_are_in_the_longer_help(llmc, verb: str, rare: str):
         (["inspect", "--nonsense"], "llmc: error: No such option"),
         (["inspect", "/no/such/folder"], "llmc: error: Invalid value for 'PATH': Path '/no/such/folder' does not"),
         (["plan", "--max-batch", "0", "."], "llmc: error: Invalid value for '--max-batch'"),
-        (["inspect", "."], "llmc: error: .: neither llmc.json"),
+        *(
+            ([*verb.split(), place], f"llmc: error: {place}: neither llmc.json")
+            for verb in ("inspect", "plan", "export -o out", "build -o out")
+            for place in (".", __file__)
+        ),
+        (["adapter", "add", ".", ".", "--name", "a"], "llmc: error: .: no llmc.json here"),
         *(
             ([*verb.split(), place], f"llmc: error: {place}{what}")
             for verb in ("run", "chat", "verify", "bench", "serve", "embed", "rank", "doctor")

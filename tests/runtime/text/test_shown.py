@@ -1,5 +1,6 @@
 """What a chat template does not show is refused, or written where it does."""
 
+import time
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from llmc.runtime.text.chat_template import ChatTemplate
 from llmc.runtime.text.shown import render_messages
 from llmc.runtime.tools.formats import writer
 
+LINEAR_S = 3.0  # 0.3 s here; texts that are looked for one by one took 9 s
 PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 ABLE = """{% if tools %}{{ tools | tojson }}{% endif %}{% if documents %}{{ documents | tojson }}{% endif %}
 {%- for message in messages %}{{ message.role }} {{ message.name }}: {{ message.content }}
@@ -17,6 +19,11 @@ SILENT = "{% for message in messages if message.role != 'tool' %}{{ message }}{%
 KNOWN = """{% for message in messages %}{% if message.role == 'system' and loop.first %}S: {{ message.content }}
 {%- elif message.role in ('user', 'assistant') %}{{ message.role }}: {{ message.content | trim | upper }}{% endif %}
 {%- endfor %}"""
+LAST = "{% for message in messages[-1:] %}{{ message.content }}{% endfor %}"
+FIRST = "{% for message in messages %}{{ message.content[0].text }}{% endfor %}"
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+SILENT_BESIDE = """{% for message in messages %}{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% else %}
+{{- message.content }}{% endif %}{% endfor %}"""
 USER = {"role": "user", "content": "a"}
 CALL = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"x": 1}'}}
 CALLED = {"role": "assistant", "content": "so", "tool_calls": [CALL]}
@@ -43,6 +50,8 @@ def shown(source: str, *messages: dict[str, Any], **given: Any) -> str:
         (KNOWN, [USER, {"role": "function", "content": [{"type": "text", "text": "x"}]}], {}, r"messages\[1\] has"),
         (KNOWN, [USER, {"role": "system", "content": "a"}], {}, r"messages\[1\] has the role 'system'"),  # not first
         (KNOWN, [USER, {"content": "hello"}], {}, r"messages\[1\] has the role None"),
+        (LAST, [USER, {"role": "assistant", "content": "a"}, USER], {}, r"messages\[0\] has"),  # "a" is shown, later
+        (FIRST, [{"role": "user", "content": PARTS}], {}, r"messages\[0\] has the role 'user'"),
     ],
 )
 def test_what_a_template_leaves_out_is_refused(source: str, messages: list[Any], given: dict[str, Any], said: str):
@@ -75,3 +84,17 @@ def test_calls_are_written_in_the_format_that_is_named():
     cut = {**CALLED, "tool_calls": [{**CALL, "function": {"name": "now", "arguments": '{"x'}}]}
     with pytest.raises(UsageError, match="holds a call whose arguments are no JSON object"):
         shown(PLAIN, USER, cut, write=writer("hermes"))
+
+
+def test_words_beside_calls_may_be_left_out_as_llama_does_and_are_named():
+    named: list[str] = []
+    assert "so" not in shown(SILENT_BESIDE, USER, CALLED, RESULT, ignored=named.append)
+    assert named == ["messages.content"]
+    assert shown(SILENT_BESIDE, USER, CALLED, RESULT)
+
+
+def test_long_conversations_are_compared_in_linear_time():
+    messages = [{"role": "system" if i % 3 else "user", "content": f"text {i} " + "lorem " * 20} for i in range(20_000)]
+    start = time.process_time()
+    shown(PLAIN, *messages)
+    assert time.process_time() - start < LINEAR_S
