@@ -1,4 +1,4 @@
-"""What a person types or pastes during an answer: it is not sent, but waits in the next prompt for Enter."""
+"""Text that is typed or pasted during an answer: it is not sent, but waits in the next prompt for Enter."""
 
 from __future__ import annotations
 

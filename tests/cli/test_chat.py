@@ -93,6 +93,7 @@ class FakeModel:
 def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
     fake = FakeModel()
     monkeypatch.setattr("llmc.runtime.load", fake.load)
+    monkeypatch.setattr("llmc.cli.options.refuse_other", lambda path: None)
     return fake
 
 

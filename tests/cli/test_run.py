@@ -60,6 +60,7 @@ class FakeModel:
 
     def __init__(self) -> None:
         self.folder, self.chat_template = Path("tiny"), None
+        self.manifest = SimpleNamespace(source=SimpleNamespace(name="tiny"))
         self.loaded: dict[str, Any] = {}
         self.asked: list[tuple[str, Any, dict[str, Any]]] = []
         self.closed = False
@@ -96,6 +97,7 @@ def given(sampling: dict[str, Any]) -> dict[str, Any]:
 def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
     fake = FakeModel()
     monkeypatch.setattr("llmc.runtime.load", fake.load)
+    monkeypatch.setattr("llmc.cli.options.refuse_other", lambda path: None)
     limits = SimpleNamespace(limits=SimpleNamespace(max_context=128))
     monkeypatch.setattr("llmc.cli.run.read_bundle", lambda bundle: limits)
     return fake
