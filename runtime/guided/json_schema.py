@@ -211,7 +211,7 @@ def without_rules(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     """A schema of objects with the names of another's properties, which may have any values."""
     named, required = schema.get("properties"), schema.get("required")
     properties: dict[str, Any] = {name: {} for name in named} if isinstance(named, Mapping) else {}
-    needed = [name for name in required if name in properties] if isinstance(required, list | tuple) else []
+    needed = [name for name in _strings(required) if name in properties] if isinstance(required, list) else []
     return {"type": "object", "properties": properties, "required": needed}, [""]
 
 

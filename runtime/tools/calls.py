@@ -75,7 +75,7 @@ class Tool:
         """The schema of the arguments; a tool without one takes none."""
         if not self.parameters:
             return {"type": "object", "properties": {}, "additionalProperties": False}
-        return {"type": "object", **self.parameters}
+        return {"type": "object"} | dict(self.parameters) | {"type": "object"}
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
@@ -104,15 +104,13 @@ def _tool(tool: Any, where: str) -> Tool:
         said = f"expected letters, digits, _, - and ., at most {LONGEST_NAME}"
         raise UsageError(f"{where} has the name {format_value(name)}, {said}")
     parameters = function.get("parameters")
+    place = f"{where}.parameters" if function is tool else f"{where}.function.parameters"
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise UsageError(
-            f"{where}: parameters is {format_value(parameters)}, expected a JSON schema, which is a mapping"
-        )
-    if parameters and parameters.get("type", "object") != "object":
-        raise UsageError(f"{where}: parameters is of type {format_value(parameters['type'])}, expected 'object'")
+        raise UsageError(f"{place} is {format_value(parameters)}, expected a JSON schema, which is a mapping")
+    if parameters and parameters.get("type") not in (None, "object"):
+        raise UsageError(f"{place} has the type {format_value(parameters['type'])}, expected 'object'")
     if name in CHOICES:
         raise UsageError(f"{where} is called {name}, which is a word of tool_choice ({', '.join(CHOICES)}); rename it")
-    place = f"{where}.parameters" if function is tool else f"{where}.function.parameters"
     return Tool(name, parameters, function.get("strict") is True, place)
 
 

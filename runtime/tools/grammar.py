@@ -112,7 +112,8 @@ def check_shape(tool: Tool) -> dict[str, Any]:
         if isinstance(node, bool):
             continue
         for name, value in node.items() if isinstance(node, Mapping) else [("parameters", node)]:
-            if not isinstance(value, _SHAPES.get(name, object)):
+            fits = isinstance(value, _SHAPES.get(name, object))
+            if not fits or (name == "required" and not all(isinstance(each, str) for each in value)):
                 raise GrammarError(
                     f"the parameters of the tool {tool.name} hold {name} {format_value(value)}, expected a JSON schema"
                 )

@@ -123,7 +123,7 @@ NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
         ({"tools": [{"function": {"name": "a", "parameters": 1}}]}, "parameters is 1, expected a JSON schema"),
         (
             {"tools": [{"function": {"name": "a", "parameters": {"type": "array"}}}]},
-            "of type 'array', expected 'object'",
+            "parameters has the type 'array', expected 'object'",
         ),
     ],
 )

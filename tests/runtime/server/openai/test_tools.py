@@ -129,6 +129,8 @@ def test_a_tool_that_comes_twice_is_one_and_another_of_its_name_is_refused():
         ("chat/completions", {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
          "messages[0].tool_calls[0].id"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
+         "messages[0].content[0].text"),
         ("responses", {"tools": [{"type": "function", "function": {"name": "a"}}]}, "tools[0].name"),
     ],
 )  # fmt: skip
