@@ -32,12 +32,12 @@ _VALUES = {
     *("required", "type"),
 }
 # They restrict nothing; discriminator and those after it are OpenAPI's.
-_ANNOTATIONS = {
+ANNOTATIONS = {
     *("$anchor", "$comment", "$id", "$schema", "contentEncoding", "contentMediaType", "default", "deprecated"),
     *("description", "examples", "id", "readOnly", "title", "writeOnly"),
     *("discriminator", "example", "externalDocs", "xml"),
 }
-_KEYWORDS = _SCHEMAS | _LISTS_OF_SCHEMAS | _NAMED_SCHEMAS | _VALUES | _ANNOTATIONS
+_KEYWORDS = _SCHEMAS | _LISTS_OF_SCHEMAS | _NAMED_SCHEMAS | _VALUES | ANNOTATIONS
 # What the library recurses over, at up to 4 kB of stack each.
 _MOST_SUBSCHEMAS = 10_000
 _LARGEST_INTEGER = 2**53
@@ -211,7 +211,7 @@ def without_rules(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     """A schema of objects with the names of another's properties, which may have any values."""
     named, required = schema.get("properties"), schema.get("required")
     properties: dict[str, Any] = {name: {} for name in named} if isinstance(named, Mapping) else {}
-    needed = [name for name in required if name in properties] if isinstance(required, list | tuple) else []
+    needed = [name for name in _strings(required) if name in properties] if isinstance(required, list) else []
     return {"type": "object", "properties": properties, "required": needed}, [""]
 
 
@@ -353,7 +353,7 @@ def _scale(number: Fraction) -> int:
 
 def _merges(node: dict[str, Any]) -> bool:
     """True if the library may enforce two subschemas at once on account of this one."""
-    return bool("allOf" in node or (_MERGING & node.keys() and len(node.keys() - _ANNOTATIONS - _DEFINITIONS) > 1))
+    return bool("allOf" in node or (_MERGING & node.keys() and len(node.keys() - ANNOTATIONS - _DEFINITIONS) > 1))
 
 
 def _subschemas(path: str, node: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -99,7 +99,6 @@ class _Spellings:
 
 def shorten_reason(text: str) -> str:
     """The reason in an error message of the library, without the state and the source that follow it."""
-    for end in ("<state>", "<non-verbose/>", "⟦"):
-        text = text.partition(end)[0]
+    text = re.split(r"<state>|<non-verbose/>|⟦|\n *[0-9]+ \|", text)[0]
     text = " ".join(text.split())
     return text if len(text) <= _REASON_LENGTH else text[:_REASON_LENGTH] + "..."

@@ -2,6 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 from llmc.errors import UsageError, format_value
 from llmc.runtime.tools.source import Reading, Source
 
-# OpenAI's rule; templates write names between quotes, brackets or spaces.
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-MOST_TOOLS = 128
+# Anthropic's and OpenAI's rule; templates write names between quotes, brackets or spaces.
+LONGEST_NAME = 128
+_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{LONGEST_NAME}}}")
+MOST_TOOLS = 512  # with usual schemas some seconds of compiling, once
 CHOICES = ("auto", "none", "required")
 
 Spell = Callable[[str], str]
@@ -57,7 +59,7 @@ class Tool:
     """A function that the model may call.
 
     Attributes:
-        name: of letters, digits, ``_``, ``-`` and ``.``, 64 at most.
+        name: of letters, digits, ``_``, ``-`` and ``.``, :data:`LONGEST_NAME` at most.
         parameters: JSON schema of its arguments, an object; None where the request gives none.
         strict: True if calls must hold to all of that schema.
         place: of the parameters in the request, for errors.
@@ -73,7 +75,7 @@ class Tool:
         """The schema of the arguments; a tool without one takes none."""
         if not self.parameters:
             return {"type": "object", "properties": {}, "additionalProperties": False}
-        return {"type": "object", **self.parameters}
+        return {"type": "object"} | dict(self.parameters) | {"type": "object"}
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
@@ -86,8 +88,8 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
     if len(tools) > MOST_TOOLS:
         raise UsageError(f"tools holds {len(tools)} functions, expected at most {MOST_TOOLS}")
     found = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))
-    names = [tool.name for tool in found]
-    twice = next((name for name in names if names.count(name) > 1), None)
+    names = Counter(tool.name for tool in found)
+    twice = next((name for name, count in names.items() if count > 1), None)
     if twice is not None:
         raise UsageError(f"tools holds {twice!r} twice, expected every name once")
     return found
@@ -99,17 +101,16 @@ def _tool(tool: Any, where: str) -> Tool:
     function = tool.get("function", tool)
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise UsageError(f"{where} has the name {format_value(name)}, expected letters, digits, _, - and ., at most 64")
+        said = f"expected letters, digits, _, - and ., at most {LONGEST_NAME}"
+        raise UsageError(f"{where} has the name {format_value(name)}, {said}")
     parameters = function.get("parameters")
+    place = f"{where}.parameters" if function is tool else f"{where}.function.parameters"
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise UsageError(
-            f"{where}: parameters is {format_value(parameters)}, expected a JSON schema, which is a mapping"
-        )
-    if parameters and parameters.get("type", "object") != "object":
-        raise UsageError(f"{where}: parameters is of type {format_value(parameters['type'])}, expected 'object'")
+        raise UsageError(f"{place} is {format_value(parameters)}, expected a JSON schema, which is a mapping")
+    if parameters and parameters.get("type") not in (None, "object"):
+        raise UsageError(f"{place} has the type {format_value(parameters['type'])}, expected 'object'")
     if name in CHOICES:
         raise UsageError(f"{where} is called {name}, which is a word of tool_choice ({', '.join(CHOICES)}); rename it")
-    place = f"{where}.parameters" if function is tool else f"{where}.function.parameters"
     return Tool(name, parameters, function.get("strict") is True, place)
 
 

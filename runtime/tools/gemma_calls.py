@@ -10,7 +10,7 @@ from typing import Any
 
 from llmc.errors import GrammarError, format_value
 from llmc.runtime.tools.calls import CallFormat, Spell, Tool
-from llmc.runtime.tools.grammar import check_name, check_shape, literal, text_without, without_annotations
+from llmc.runtime.tools.grammar import check_name, check_shape, literal, text_without
 from llmc.runtime.tools.json_calls import read_name, take_after_blanks
 from llmc.runtime.tools.literals import Literals
 from llmc.runtime.tools.source import Called, Reading, Source
@@ -91,8 +91,7 @@ class _Rules:
 
     def __init__(self, quote: str, spell: Spell, tool: Tool, written: list[str]) -> None:
         self._quote, self._mark, self._written = quote, spell(quote), written
-        check_shape(tool)
-        self._root = without_annotations(tool.schema)
+        self._root = check_shape(tool)
         self._references: dict[str, str] = {}
         self.rule = self._value(self._root, tool.name, 0)
 
@@ -164,7 +163,9 @@ class _Rules:
         if kind == "object":
             return self._object(schema, where, depth)
         if kind == "array":
-            return _list_of(self._value(schema.get("items", True), f"items of {where}", depth + 1))
+            items = schema.get("items", True)
+            _refuse_but({} if isinstance(items, Mapping | bool) else {"items": items}, (), where)
+            return _list_of(self._value(items, f"items of {where}", depth + 1))
         if kind == "string":
             return "text"
         if kind not in _WORDS:

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmc.errors import GrammarError, format_value
+from llmc.runtime.guided.json_schema import ANNOTATIONS
 from llmc.runtime.tools.calls import Spell, Tool
 
-# They restrict nothing, and are most of what is written in schemas; grammars have a longest length.
-_ANNOTATIONS = {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"}
 _NAMED = {"$defs", "definitions", "patternProperties", "properties"}
 _VALUES = {"const", "enum"}
 _SHAPES: dict[str, Any] = {
@@ -24,9 +23,10 @@ _SHAPES: dict[str, Any] = {
     **dict.fromkeys(("allOf", "anyOf", "enum", "oneOf", "required"), list | tuple),
 }
 # Keywords of a tool's parameters that formats other than JSON can keep.
-_OF_PARAMETERS = {"$defs", "$schema", "additionalProperties", "definitions", "properties", "required", "type"}
+_OF_PARAMETERS = {"$defs", "additionalProperties", "definitions", "properties", "required", "type"}
 
-_NAME = re.compile(r"[\w.-]+")
+NAME = re.compile(r"[\w.-]+")
+_EXTENSION = re.compile("x-(?!guidance$)")  # a vendor's own annotation
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ def value_of(schema: Mapping[str, Any]) -> str:
 
 
 def without_annotations(schema: Any) -> Any:
-    """The schema with what restricts something."""
+    """The schema with what restricts something: the rest is most of what is written in schemas, and grammars have a
+    longest length. ``null`` is no value of most keywords; clients write it for none."""
     if isinstance(schema, list | tuple):
         return [without_annotations(item) for item in schema]
     if not isinstance(schema, Mapping):
@@ -78,9 +79,16 @@ def without_annotations(schema: Any) -> Any:
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, Mapping):
             kept[key] = {name: without_annotations(item) for name, item in value.items()}
-        elif key not in _ANNOTATIONS:
-            kept[key] = value if key in _VALUES else without_annotations(value)
+        elif key in _VALUES:
+            kept[key] = value
+        elif value is not None and not _EXTENSION.match(key) and (key not in ANNOTATIONS or _tells_base(key, schema)):
+            kept[key] = without_annotations(value)
     return kept
+
+
+def _tells_base(key: str, schema: Mapping[str, Any]) -> bool:
+    """True of an ``$id`` beside a ``$ref``, about which the drafts differ."""
+    return key == "$id" and "$ref" in schema
 
 
 def move(schema: Any, place: str) -> Any:
@@ -94,15 +102,18 @@ def move(schema: Any, place: str) -> Any:
     return {name: move(value, place) for name, value in schema.items()} | own
 
 
-def check_shape(tool: Tool) -> None:
-    """Refuse parameters that are no JSON schema, for those who read its parts one by one."""
-    waiting: list[Any] = [tool.schema]
+def check_shape(tool: Tool) -> dict[str, Any]:
+    """The parameters without annotations, for formats that read their parts one by one.
+    Raises GrammarError: they are no JSON schema."""
+    schema: dict[str, Any] = without_annotations(tool.schema)
+    waiting: list[Any] = [schema]
     while waiting:
         node = waiting.pop()
         if isinstance(node, bool):
             continue
         for name, value in node.items() if isinstance(node, Mapping) else [("parameters", node)]:
-            if not isinstance(value, _SHAPES.get(name, object)):
+            fits = isinstance(value, _SHAPES.get(name, object))
+            if not fits or (name == "required" and not all(isinstance(each, str) for each in value)):
                 raise GrammarError(
                     f"the parameters of the tool {tool.name} hold {name} {format_value(value)}, expected a JSON schema"
                 )
@@ -112,12 +123,12 @@ def check_shape(tool: Tool) -> None:
                 waiting += value if isinstance(value, list) else [value]
             elif name in ("allOf", "anyOf", "oneOf"):
                 waiting += value
+    return schema
 
 
-def parameters_of(tool: Tool) -> Iterator[Parameter]:
-    """The parameters of a tool one by one, for formats that write them so."""
-    check_shape(tool)
-    schema = without_annotations(tool.schema)
+def parameters_of(tool: Tool, names: re.Pattern[str] = NAME) -> Iterator[Parameter]:
+    """The parameters of a tool one by one, for formats that write them so; ``names``: those that they can write."""
+    schema = check_shape(tool)
     unknown = schema.keys() - _OF_PARAMETERS
     if unknown:
         raise GrammarError(
@@ -131,17 +142,17 @@ def parameters_of(tool: Tool) -> Iterator[Parameter]:
     if missing is not None:
         raise GrammarError(f"the tool {tool.name} requires {format_value(missing)}, which is none of its properties")
     for name, item in listed.items():
-        check_name(name, tool.name)
+        check_name(name, tool.name, names)
         own = item if isinstance(item, Mapping) else {} if item is True else {"not": {}}
         yield Parameter(name, {**own, **definitions}, name in required)
 
 
-def check_name(name: str, where: str) -> None:
+def check_name(name: str, where: str, names: re.Pattern[str] = NAME) -> None:
     """Refuse a parameter whose name would end where the format's own marks begin."""
-    if not _NAME.fullmatch(name):
+    if not names.fullmatch(name):
         raise GrammarError(
-            f"{where} has the parameter {format_value(name)}, expected letters, digits, _, - and ., for the model's "
-            "format of calls writes names without quotes"
+            f"{where} has the parameter {format_value(name)}, which the model's format of calls cannot write without "
+            "quotes; rename it, to letters, digits, _, - and ."
         )
 
 

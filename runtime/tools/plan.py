@@ -16,7 +16,7 @@ from llmc.runtime.text.tokenizer import Tokenizer
 from llmc.runtime.tools.calls import CallFormat, Tool, choose_tools
 from llmc.runtime.tools.formats import FORMATS, format_named, format_of
 from llmc.runtime.tools.forms import Form, read_form
-from llmc.runtime.tools.grammar import answer_grammar, bare_grammar, literal, spell_run
+from llmc.runtime.tools.grammar import NAME, answer_grammar, bare_grammar, literal, spell_run
 from llmc.runtime.tools.json_calls import JsonCalls
 from llmc.runtime.tools.parser import ChatParser
 from llmc.runtime.tools.thinking import Thinking, ThinkingMarks, check_budget, marks_of, opens_reasoning
@@ -168,13 +168,20 @@ def _loosen_tool(calls: CallFormat, tool: Tool, allowed: bool) -> tuple[Tool, li
     if refused is None:
         return tool, []
     if allowed and not tool.strict and tool.parameters:
-        for loosen in (without_unenforceable, without_rules):
+        for loosen in (without_unenforceable, without_rules, _without_odd_names):
             with suppress(GrammarError):
                 schema, places = loosen(tool.parameters)
                 looser = replace(tool, parameters=schema)
                 if _check_call(calls, looser) is None:
                     return looser, [f"{tool.place}.{place}".rstrip(".") for place in places]
     raise GrammarError(f"{tool.place}: {refused}")
+
+
+def _without_odd_names(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """:func:`without_rules`, and without parameters whose names formats without quotes cannot write."""
+    found, places = without_rules(schema)
+    kept = {name: {} for name in found["properties"] if NAME.fullmatch(name)}
+    return {**found, "properties": kept, "required": [name for name in found["required"] if name in kept]}, places
 
 
 def _check_call(calls: CallFormat, tool: Tool) -> str | None:

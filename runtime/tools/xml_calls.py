@@ -1,6 +1,7 @@
 """Calls written as tags, a parameter at a time: ``<function=NAME>``, ``<parameter=KEY>``, a value as plain text."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from llmc.runtime.tools.source import Arguments, Called, Reading, Source
 
 _END = "</parameter>"
 _LONGEST_NAME = 256
+_NAME = re.compile(rf"[^\s<>]{{1,{_LONGEST_NAME}}}")
 _TYPES: dict[type, str] = {
     str: "string",
     bool: "boolean",
@@ -54,7 +56,7 @@ class XmlCalls(CallFormat):
 
     def _rules(self, index: int, tool: Tool) -> list[str]:
         parts, rules = [], []
-        for place, parameter in enumerate(parameters_of(tool)):
+        for place, parameter in enumerate(parameters_of(tool, _NAME)):
             rules.append(f"value_{index}_{place}: {self._value(tool, parameter)}")
             head = literal(f"<parameter={parameter.name}>{self.pad}")
             part = f"{head} value_{index}_{place} {literal(chr(10))}"
@@ -114,7 +116,8 @@ class XmlCalls(CallFormat):
 
 
 def _schema_of(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
-    own = schema.get("properties", {}).get(key)
+    listed = schema.get("properties")
+    own = listed.get(key) if isinstance(listed, Mapping) else None
     definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
     return {**own, **definitions} if isinstance(own, Mapping) else {}
 

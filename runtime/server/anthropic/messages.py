@@ -4,13 +4,13 @@ import json
 import re
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from operator import itemgetter
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Header, Request, Response
-from pydantic import BeforeValidator, Field, JsonValue, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, Tag, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
@@ -19,15 +19,23 @@ from llmc.errors import ContextError, RequestError
 from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta, ToolCall
 from llmc.runtime.server.http.aside import aside
-from llmc.runtime.server.http.bodies import Body, Lenient, Logged, Sampled, ToolFormat
-from llmc.runtime.server.http.errors import ANTHROPIC_ERRORS, ApiError, rename_schema
+from llmc.runtime.server.http.bodies import Body, Lenient, Logged, Other, Sampled, ToolFormat, kind_among
+from llmc.runtime.server.http.errors import ANTHROPIC_ERRORS, ApiError, rename_place
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.images import decode_base64, make_content
 from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.streams import EventStream, event, guard_pieces, unless_gone
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Served, Service, new_id, plain_id
-from llmc.runtime.server.openai.chat import Function, add_variables, check_choice, count_thoughts, effort_budget
+from llmc.runtime.server.openai.chat import (
+    Function,
+    add_variables,
+    check_choice,
+    count_thoughts,
+    drop_others,
+    effort_budget,
+    refuse_forced,
+)
 from llmc.runtime.text.chat_template import ChatTemplate
 
 # This dialect's names of llmc's parameters.
@@ -35,7 +43,6 @@ NAMES = {
     "prompt": "messages",
     "stop": "stop_sequences",
     "json_schema": "output_config.format.schema",
-    "parameters": "input_schema",
     "reasoning": "thinking",
     "reasoning_budget": "thinking.budget_tokens",
 }
@@ -59,9 +66,7 @@ router = APIRouter(tags=["Anthropic"], dependencies=[Depends(check_version)], re
 
 # Prefixes are cached without marks of what may be, and leave when memory needs their place.
 CACHED = frozenset({"cache_control"})
-# Types of Anthropic's own tools, which its servers run or its models are trained on: they have a date or are these.
-BUILT_IN = re.compile(r"\w+_\d{8}|mcp_toolset|tool_search_tool_(bm25|regex)")
-# Types of the blocks of such tools, and of blocks that only Anthropic's servers can read.
+# Types of the blocks of Anthropic's own tools, and of blocks that only its servers can read.
 FOREIGN = re.compile(
     r"\w+_tool_result|(server|mcp)_tool_use|mcp_tool_listing|tool_(addition|removal)|browser_state"
     r"|container_upload|fallback|redacted_thinking|connector_text"
@@ -287,6 +292,10 @@ class Tool(Function):
     parameters: Annotated[dict[str, JsonValue], Field(alias="input_schema")]
 
 
+# Other types are tools of Anthropic's own, which its servers run or its models are trained on.
+AnyTool = Annotated[Annotated[Tool, Tag(":custom")] | Annotated[Other, Tag(":other")], kind_among("custom")]
+
+
 class AutoChoice(Body):
     """The model decides whether it calls a tool (auto), must call one (any), or calls none."""
 
@@ -350,7 +359,7 @@ class Prompted(Body):
     model: str
     messages: Annotated[list[AnyMessage], Field(min_length=1)]
     system: str | list[TextBlock] | None = None
-    tools: list[Tool] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: Annotated[AutoChoice | NamedChoice | None, Field(discriminator="type")] = None
     thinking: Annotated[ThinkingOn | ThinkingOther | None, Field(discriminator="type")] = None
     output_config: OutputConfig | None = None
@@ -358,26 +367,18 @@ class Prompted(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _leave_to_anthropic(cls, given: Any) -> Any:
-        """Leave out and name the tools of Anthropic's own.
-        Raises ApiError: ``tool_choice`` forces one of them, or a thread is asked for."""
-        if not isinstance(given, Mapping):
-            return given
-        if given.get("thread") is not None:
+    def _refuse_thread(cls, given: Any) -> Any:
+        """Raises ApiError: a thread is asked for."""
+        if isinstance(given, Mapping) and given.get("thread") is not None:
             reason = "thread asks the server to keep the conversation, which it does not; send all messages"
             details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
             raise ApiError(400, reason, param="thread", details=details)
-        tools, choice = given.get("tools"), given.get("tool_choice")
-        if not isinstance(tools, list):
-            return given
-        kept = [tool for tool in tools if not _is_built_in(tool)]
-        choice = choice if isinstance(choice, Mapping) else {}
-        for tool in filter(_is_built_in, tools):
-            if choice.get("name", "") == tool.get("name") or (choice.get("type") == "any" and not kept):
-                reason = f"tool_choice forces a tool of the type {tool['type'][:64]!r}, which this service cannot run"
-                raise ApiError(400, f"{reason}; give a tool with an input_schema", param="tool_choice")
-            ignore(f"tools.{tool['type']}")
-        return {**given, "tools": kept}
+        return given
+
+    @cached_property
+    def tools_offered(self) -> dict[str, Tool]:
+        """The tools that the model is offered, by their places."""
+        return drop_others("tools", self.tools or ())
 
     @property
     def is_prefilled(self) -> bool:
@@ -413,19 +414,20 @@ class Prompted(Body):
     def make_arguments(self, model: Model) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages."""
         return {
-            "tools": [tool.plain() for tool in self.tools] if self.tools else None,
+            "tools": [tool.plain() for tool in self.tools_offered.values()] or None,
             "chat_template_kwargs": self._variables(model),
             "continue_final_message": self.is_prefilled,
         }
 
     def _variables(self, model: Model) -> dict[str, Any] | None:
         """Variables of the chat template for ``thinking`` and ``effort``, where it reads them."""
-        known, variables = model.chat_template.variables(bool(self.tools)), {}
+        known, variables = model.chat_template.variables(bool(self.tools_offered)), {}
         thinks = self.thinking is None or self.thinking.type != "disabled"
         if self.thinking and "enable_thinking" in known:
             variables["enable_thinking"] = thinks
         if self.effort and thinks and "reasoning_effort" in known:
-            return add_variables(model, variables, EFFORTS[self.effort], None, bool(self.tools), effort_name=EFFORT)
+            tools = bool(self.tools_offered)
+            return add_variables(model, variables, EFFORTS[self.effort], None, tools, effort_name=EFFORT)
         return variables or None
 
     @property
@@ -436,11 +438,6 @@ class Prompted(Body):
     @property
     def effort(self) -> str | None:
         return self.output_config.effort if self.output_config else None
-
-
-def _is_built_in(tool: Any) -> bool:
-    kind = tool.get("type") if isinstance(tool, Mapping) else None
-    return isinstance(kind, str) and BUILT_IN.fullmatch(kind) is not None
 
 
 def _merge_turns(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -488,7 +485,7 @@ class MessageRequest(Sampled, Prompted):
         wanted = (self.output_config and self.output_config.format) or self.output_format
         choice = self.tool_choice
         parallel = choice is None or not choice.disable_parallel_tool_use
-        if not parallel and not self.tools:
+        if not parallel and not self.tools_offered:
             ignore("tool_choice.disable_parallel_tool_use")
         return {
             **self.sampling(
@@ -499,20 +496,31 @@ class MessageRequest(Sampled, Prompted):
             "tool_choice": self._tool_choice(),
             "tool_format": self.tool_format,
             "parallel_tool_calls": parallel,
-            "ignored": lambda place: ignore(rename_schema(place, NAMES)),
+            "ignored": lambda place: ignore(rename_place(place, self.names)),
         }
 
     def _tool_choice(self) -> str:
-        if isinstance(self.tool_choice, NamedChoice):
-            return check_choice(self.tool_choice.name, self.tools)
-        kind = self.tool_choice.type if self.tool_choice else "auto"
-        return check_choice("required" if kind == "any" else kind, self.tools)
+        choice, tools = self.tool_choice, self.tools_offered
+        if isinstance(choice, NamedChoice):
+            others = [tool for tool in self.tools or () if isinstance(tool, Other)]
+            if forced := [tool for tool in others if choice.name in (tool.model_extra or {}).values()]:
+                raise refuse_forced(forced[0])
+            return check_choice(choice.name, tools)
+        kind = choice.type if choice else "auto"
+        return check_choice("required" if kind == "any" else kind, tools)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """This dialect's names of llmc's parameters, as the request has them."""
+        tools = [(f"tools[{at}]", place) for at, place in enumerate(self.tools_offered)]
+        schemas = {f"{ours}.function.parameters": f"{own}.input_schema" for ours, own in tools}
+        return NAMES | self.form_names | dict(tools) | schemas
 
     def budget(self, model: Model, arguments: Mapping[str, Any]) -> int | None:
         """Tokens of thoughts at most; None bounds none. A model without thoughts keeps any bound.
         ``arguments``: those of :meth:`llmc.runtime.Model.stream_chat`.
         Raises ApiError: they are more than the whole answer, or would come before an answer that has begun."""
-        kind, tools = self.thinking.type if self.thinking else None, bool(self.tools)
+        kind, tools = self.thinking.type if self.thinking else None, bool(self.tools_offered)
         if kind == "between_tools":
             ignore("thinking.type")
         if not model.can_reason(tools):
@@ -704,7 +712,7 @@ async def _submit_chat(body: MessageRequest, held: AsyncExitStack, service: Serv
         turns, given = body.fit(messages, model.chat_template), arguments | body.make_arguments(model)
         return partial(_submit, model, turns, reasoning_budget=body.budget(model, given), **given)
 
-    return await service.submit(held, body.model, NAMES | body.form_names, make)
+    return await service.submit(held, body.model, body.names, make)
 
 
 @router.post("/v1/messages")

@@ -93,14 +93,14 @@ class Other(Body):
 
 
 def kind_among(*known: str) -> Discriminator:
-    """Tell objects of these types from others, which are ``other``, and from texts, which are ``word``; an object
-    without a type is of the first one."""
+    """Tell objects of these types from others, which are ``:other``, and from texts, which are ``:word``; an object
+    without a type is of the first one. The colon tells tags from members in the places of faults."""
 
     def kind(given: Any) -> str:
         if isinstance(given, str):
-            return "word"
-        found = given.get("type", known[0]) if isinstance(given, Mapping) else getattr(given, "type", known[0])
-        return found if found in known else "other"
+            return ":word"
+        found = (given.get("type") if isinstance(given, Mapping) else getattr(given, "type", None)) or known[0]
+        return f":{found if found in known else 'other'}"
 
     return Discriminator(kind)
 

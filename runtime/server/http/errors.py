@@ -115,16 +115,18 @@ def from_llmc(error: ApiError | LlmcError, names: Mapping[str, str] = MappingPro
     if about and (among := _AMONG.search(said)):
         param = among[1] or among[2]
     elif about and (named := _NAMED.match(said)):
-        param = rename_schema(names.get(named[1], named[1]) + named[2], names)
+        param = rename_place(names.get(named[1], named[1]) + named[2], names)
         said = param + said[named.end(2) :]
     elif said.startswith("the prompt ") and isinstance(error, UsageError | RequestError):
         param = names.get("prompt")
     return ApiError(status, said, param=param, code="queue_full" if status == 429 else None, retry_after_s=retry)
 
 
-def rename_schema(place: str, names: Mapping[str, str]) -> str:
-    """A place in a tool's schema by the dialect's own name of that, ``parameters`` among ``names``."""
-    return place.replace(".function.parameters", f".{names.get('parameters', 'function.parameters')}")
+def rename_place(place: str, names: Mapping[str, str]) -> str:
+    """A place in the tools that a model is offered as the client knows it: its longest beginning among ``names``, such
+    as ``tools[0].function``, is replaced."""
+    begin = max((name for name in names if "[" in name and place.startswith(name)), key=len, default="")
+    return names.get(begin, "") + place[len(begin) :]
 
 
 @contextmanager

@@ -125,7 +125,17 @@ def _place(fault: Mapping[str, Any], body: Any) -> Place:
         return tuple(map(str, parts))
     absent = fault["type"] == "missing" and parts
     found, _ = _trace_place(tuple(parts[:-1] if absent else parts), body)
-    return (*found, parts[-1]) if absent else found
+    if not absent:
+        return found
+    if found and not isinstance(_value_at(found, body), Mapping):  # a kind's name that is also the missing member's
+        found = found[:-1]
+    return (*found, parts[-1])
+
+
+def _value_at(place: Place, at: Any) -> Any:
+    for part in place:
+        at = at[part]
+    return at
 
 
 def _trace_place(parts: Place, at: Any) -> tuple[Place, bool]:

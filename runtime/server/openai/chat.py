@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import cached_property, partial
 from typing import Annotated, Any, Literal, TypeVar
@@ -28,7 +28,7 @@ from llmc.runtime.server.http.bodies import (
     kind_among,
     usage_of,
 )
-from llmc.runtime.server.http.errors import ApiError
+from llmc.runtime.server.http.errors import ApiError, rename_place
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.images import DataUrl, decode_base64, make_content
 from llmc.runtime.server.http.logs import note
@@ -43,6 +43,7 @@ from llmc.runtime.server.http.streams import (
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Served, Service, plain_id
 from llmc.runtime.server.openai.logprobs import chat_logprobs
+from llmc.runtime.tools.calls import LONGEST_NAME
 
 router = APIRouter(tags=["OpenAI"])
 CALL_ID = "call_"  # with which ids of calls begin in OpenAI's dialect
@@ -135,7 +136,7 @@ def write_input(text: str) -> str:
 
 
 AnyCall = Annotated[
-    Annotated[Call, Tag("function")] | Annotated[CustomCall, Tag("custom")], kind_among("function", "custom")
+    Annotated[Call, Tag(":function")] | Annotated[CustomCall, Tag(":custom")], kind_among("function", "custom")
 ]
 
 
@@ -191,7 +192,7 @@ def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     return [message.plain(f"messages[{number}]") for number, message in enumerate(messages)]
 
 
-TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+TOOL_NAME = rf"^[a-zA-Z0-9_.-]{{1,{LONGEST_NAME}}}$"
 
 
 class Function(Body):
@@ -217,7 +218,7 @@ class Tool(Body):
     function: Function
 
 
-AnyTool = Annotated[Annotated[Tool, Tag("function")] | Annotated[Other, Tag("other")], kind_among("function")]
+AnyTool = Annotated[Annotated[Tool, Tag(":function")] | Annotated[Other, Tag(":other")], kind_among("function")]
 
 
 class NamedFunction(Body):
@@ -234,7 +235,9 @@ class AllowedTools(Body):
 
     mode: Literal["auto", "required"]
     tools: Annotated[
-        list[Annotated[Annotated[NamedTool, Tag("function")] | Annotated[Other, Tag("other")], kind_among("function")]],
+        list[
+            Annotated[Annotated[NamedTool, Tag(":function")] | Annotated[Other, Tag(":other")], kind_among("function")]
+        ],
         Field(min_length=1),
     ]
 
@@ -247,10 +250,10 @@ class AllowedChoice(Body):
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("word")]
-    | Annotated[NamedTool, Tag("function")]
-    | Annotated[AllowedChoice, Tag("allowed_tools")]
-    | Annotated[Other, Tag("other")],
+    Annotated[Literal["none", "auto", "required"], Tag(":word")]
+    | Annotated[NamedTool, Tag(":function")]
+    | Annotated[AllowedChoice, Tag(":allowed_tools")]
+    | Annotated[Other, Tag(":other")],
     kind_among("function", "allowed_tools"),
 ]
 
@@ -311,7 +314,8 @@ class OpenAIChat(Sampled):
         Field(description="requests with the same one go to the same replica of a fleet; echoed by responses"),
     ] = None
     prompt_cache_retention: Annotated[
-        Literal["in_memory"] | None, Field(description="in_memory, where no folder keeps prefixes beyond the process")
+        Literal["in_memory", "24h"] | None,
+        Field(description="in_memory, where no folder keeps prefixes beyond the process; 24h changes nothing"),
     ] = None
     safety_identifier: Logged = None
     user: Logged = None
@@ -320,7 +324,9 @@ class OpenAIChat(Sampled):
         """Note who asks, for the log.
         Raises ApiError: prefixes shall stay in memory alone, but a folder keeps them, too."""
         note(user=self.user, safety_identifier=self.safety_identifier, metadata=self.metadata or None)
-        if self.prompt_cache_retention is not None and service.config.prefix_cache_folder is not None:
+        if self.prompt_cache_retention == "24h":
+            ignore("prompt_cache_retention")
+        elif self.prompt_cache_retention is not None and service.config.prefix_cache_folder is not None:
             said = "prompt_cache_retention is 'in_memory', but this server keeps prefixes in a folder; leave it out"
             raise ApiError(400, said, param="prompt_cache_retention")
 
@@ -372,13 +378,13 @@ class ChatRequest(OpenAIChat):
         )
         return {
             **sampling,
-            "tools": [function.plain() for function in self._functions] or None,
+            "tools": [function.plain() for function in self._functions.values()] or None,
             "tool_choice": self._tool_choice(),
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "tool_format": self.tool_format,
             "documents": self.documents,
             "continue_final_message": self.continue_final_message is True,
-            "ignored": ignore,
+            "ignored": lambda place: ignore(rename_place(place, self.names)),
         }
 
     @property
@@ -389,7 +395,7 @@ class ChatRequest(OpenAIChat):
             found["max_tokens"] = "max_completion_tokens"
         if self.response_format is not None:
             found |= {"json_schema": "response_format", "grammar": "response_format"}
-        return found | self.form_names
+        return found | self.form_names | {f"tools[{at}]": place for at, place in enumerate(self._functions)}
 
     def _logprobs(self) -> int | None:
         if self.top_logprobs is not None and not self.logprobs:
@@ -397,13 +403,17 @@ class ChatRequest(OpenAIChat):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @cached_property
-    def _functions(self) -> list[Function]:
-        """The functions that the model is offered. Raises ApiError: one that is allowed is not there."""
-        found = [tool.function for tool in drop_others("tools", self.tools or ())]
-        if isinstance(self.tool_choice, AllowedChoice):
-            allowed = drop_others("tool_choice.tools", self.tool_choice.allowed_tools.tools)
-            found = pick_allowed(found, [tool.function for tool in allowed], "tool_choice")
-        return found
+    def _functions(self) -> dict[str, Function]:
+        """The functions that the model is offered, by their places.
+        Raises ApiError: one that is allowed is not there."""
+        found = {place: tool.function for place, tool in drop_others("tools", self.tools or ()).items()}
+        if not isinstance(self.tool_choice, AllowedChoice):
+            return found
+        allowed = drop_others("tool_choice.tools", self.tool_choice.allowed_tools.tools).values()
+        names = {tool.function.name for tool in allowed}
+        if missing := sorted(names - {function.name for function in found.values()}):
+            raise refuse_allowed("tool_choice", missing[0])
+        return {place: function for place, function in found.items() if function.name in names}
 
     def _tool_choice(self) -> str:
         choice = self.tool_choice
@@ -430,25 +440,22 @@ class ChatRequest(OpenAIChat):
         return effort_budget(model, self.reasoning_effort, arguments)
 
 
-F = TypeVar("F", bound=Function)
 B = TypeVar("B", bound=Body)
 
 
-def pick_allowed(functions: Sequence[F], allowed: Sequence[NamedFunction], param: str) -> list[F]:
-    """Those of the functions that a request allows to call. Raises ApiError: one of them is not there."""
-    names = {function.name for function in allowed}
-    if missing := sorted(names - {function.name for function in functions}):
-        said = f"{param} allows {missing[0][:64]!r}, which is none of the tools; give it, or leave it out"
-        raise ApiError(400, said, param=param)
-    return [function for function in functions if function.name in names]
-
-
-def drop_others(name: str, tools: Iterable[B | Other]) -> list[B]:
-    """The tools of types that can be offered; the others are named as ignored. ``name``: of the list."""
+def drop_others(name: str, tools: Iterable[B | Other], where: str = "") -> dict[str, B]:
+    """The tools of types that can be offered, by their places; the others are named as ignored.
+    ``name``: of the list; ``where``: its place, if that is another text."""
     for tool in tools:
         if isinstance(tool, Other):
             ignore(f"{name}.{tool.type}")
-    return [tool for tool in tools if not isinstance(tool, Other)]
+    return {f"{where or name}[{at}]": tool for at, tool in enumerate(tools) if not isinstance(tool, Other)}
+
+
+def refuse_allowed(param: str, name: str) -> ApiError:
+    """The refusal of a choice that allows a tool which is not there."""
+    said = f"{param} allows {name[:64]!r}, which is none of the tools; give it, or leave it out"
+    return ApiError(400, said, param=param)
 
 
 def refuse_forced(choice: Other) -> ApiError:
@@ -457,7 +464,7 @@ def refuse_forced(choice: Other) -> ApiError:
     return ApiError(400, f"{said}; expected a function, or 'auto'", param="tool_choice")
 
 
-def check_choice(choice: str, tools: Sequence[object] | None) -> str:
+def check_choice(choice: str, tools: Collection[object] | None) -> str:
     """The choice among tools, if there are some where it asks for a call. Raises ApiError: there are none."""
     if choice not in ("none", "auto") and not tools:
         said = "tool_choice asks for a call, but tools holds no function; give the tools"

@@ -16,7 +16,7 @@ from llmc.runtime.api.chat import ChatHandle, ChatResult, ToolCall
 from llmc.runtime.server.http.accounts import key_name
 from llmc.runtime.server.http.aside import apart, aside
 from llmc.runtime.server.http.bodies import Body, Other, Verbosity
-from llmc.runtime.server.http.errors import ApiError, from_llmc, no_route, rename_schema
+from llmc.runtime.server.http.errors import ApiError, from_llmc, no_route, rename_place
 from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.images import DataUrl, decode_base64, make_content
 from llmc.runtime.server.http.streams import EventStream, event, make_answer, unless_gone, unless_long
@@ -156,8 +156,8 @@ def _kind(item: Any) -> str:
     """The type of an item; messages and references need not name theirs."""
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     if kind is None:
-        return "item_reference" if isinstance(item, dict) and item.keys() == {"id"} else "message"
-    return SAME_FORM.get(kind, "other") if isinstance(kind, str) else "other"
+        return ":item_reference" if isinstance(item, dict) and item.keys() == {"id"} else ":message"
+    return f":{SAME_FORM.get(kind, 'other') if isinstance(kind, str) else 'other'}"
 
 
 # Kinds of items by their types.
@@ -168,14 +168,14 @@ SAME_FORM = {
 }
 AnyItem = MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem | ToolsItem | ReferenceItem | Other
 InputItem = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[CustomCallItem, Tag("custom_tool_call")]
-    | Annotated[CallOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[ToolsItem, Tag("additional_tools")]
-    | Annotated[ReferenceItem, Tag("item_reference")]
-    | Annotated[Other, Tag("other")],
+    Annotated[MessageItem, Tag(":message")]
+    | Annotated[CallItem, Tag(":function_call")]
+    | Annotated[CustomCallItem, Tag(":custom_tool_call")]
+    | Annotated[CallOutputItem, Tag(":function_call_output")]
+    | Annotated[ReasoningItem, Tag(":reasoning")]
+    | Annotated[ToolsItem, Tag(":additional_tools")]
+    | Annotated[ReferenceItem, Tag(":item_reference")]
+    | Annotated[Other, Tag(":other")],
     Discriminator(_kind),
 ]
 
@@ -252,9 +252,9 @@ class Prompted(Body):
     @cached_property
     def toolbox(self) -> Toolbox:
         """The tools that the model is offered. Raises ApiError: one that is forced or allowed is not there."""
-        items = () if isinstance(self.input, str) else self.input
-        later = [tool for item in items if isinstance(item, ToolsItem) for tool in item.tools]
-        return Toolbox([*(self.tools or ()), *later], self.tool_choice)
+        items = enumerate(() if isinstance(self.input, str) else self.input)
+        later = {f"input[{at}].tools": item.tools for at, item in items if isinstance(item, ToolsItem)}
+        return Toolbox({"tools": self.tools or (), **later}, self.tool_choice)
 
     def make_arguments(self, model: Model) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages.
@@ -279,7 +279,7 @@ class Prompted(Body):
 
 class ResponseRequest(OpenAIChat, Prompted):
     IGNORED = frozenset(
-        {"access_programs", "background_options", "client_metadata", "image", "max_tool_calls"}
+        {"access_programs", "background_options", "client_metadata", "context_management", "image", "max_tool_calls"}
         | {"prompt_cache_options", "service_tier", "stream_options"}
     )
     store: Annotated[bool | None, Field(description="keep it for previous_response_id; true by default")] = None
@@ -307,12 +307,17 @@ class ResponseRequest(OpenAIChat, Prompted):
             "tool_choice": self.toolbox.choice,
             "tool_format": self.tool_format,
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "ignored": lambda place: ignore(rename_schema(place, NAMES)),
+            "ignored": lambda place: ignore(rename_place(place, self.toolbox.names)),
         }
 
     @property
     def wants_logprobs(self) -> bool:
         return self.top_logprobs is not None or LOGPROBS in (self.include or ())
+
+    @property
+    def names(self) -> dict[str, str]:
+        """This dialect's names of llmc's parameters, as the request has them."""
+        return NAMES | self.form_names | self.toolbox.names
 
     @property
     def form_names(self) -> dict[str, str]:
@@ -327,16 +332,19 @@ class ResponseRequest(OpenAIChat, Prompted):
 
 
 # This dialect's names of llmc's parameters.
-NAMES = {
-    "prompt": "input",
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "json_schema": "text.format.schema",
-    "parameters": "parameters",
-}
+NAMES = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "json_schema": "text.format.schema"}
 LOGPROBS = "message.output_text.logprobs"
 # What a response says of its sampling.
 PARAMETERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+DECIDING = (
+    "min_p",
+    "mirostat",
+    "num_beams",
+    "top_k",
+    "top_n_sigma",
+    "typical_p",
+    "xtc_probability",
+)  # whether it draws
 # What it says as the request does.
 ECHOED = ("instructions", "max_output_tokens", "previous_response_id", "prompt_cache_key", "safety_identifier", "user")
 
@@ -402,7 +410,7 @@ def _text(content: str | Sequence[dict[str, Any]]) -> str:
 
 
 def head_of(body: ResponseRequest, service: Service, model: Model) -> dict[str, Any]:
-    asked = {name: value for name in PARAMETERS if (value := getattr(body, name)) is not None}
+    asked = {name: value for name in (*PARAMETERS, *DECIDING) if (value := getattr(body, name)) is not None}
     params = SamplingParams.from_defaults(model.manifest.generation, **asked)
     text = body.text or TextConfig()
     given = {"type": "text"} if text.format is None else text.format.model_dump(by_alias=True, exclude_none=True)
@@ -451,7 +459,7 @@ class Turn:
             budget = effort_budget(model, self._body.effort, arguments, EFFORT)
             return partial(model.stream_chat, self._messages, reasoning_budget=budget, **arguments)
 
-        return await self._service.submit(held, self._body.model, NAMES | self._body.form_names, make)
+        return await self._service.submit(held, self._body.model, self._body.names, make)
 
     async def events(self, model: Model, handle: ChatHandle) -> AsyncIterator[Event]:
         """The events of the answer; the last of them has the whole response."""

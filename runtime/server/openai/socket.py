@@ -35,6 +35,7 @@ MEMORY_BYTES = 64 << 20  # of the conversations that all connections together re
 GOING_AWAY, POLICY = 1001, 1008  # codes with which a connection is closed
 ENDS = ("response.completed", "response.incomplete", "response.failed")
 TOLD = ("retry-after", "x-llmc-", "x-ratelimit-", "x-request-id")  # headers of answers that frames have, too
+_ITEM = re.compile(r"^input\[(\d+)\]")
 _STREAM = re.compile(r"[\w.-]{1,256}", re.ASCII)
 _DROPPED = re.compile(rb"connection|content-.+|expect|sec-websocket-.+|transfer-encoding|upgrade")  # of the handshake's
 
@@ -227,6 +228,7 @@ class _Turn:
         # The prompt is computed, and kept for the next turn, and nothing is said.
         self._warms = event.get("generate") is False or (isinstance(options, dict) and options.get("prewarm") is True)
         self.status, self.ended = 0, False
+        self._before = 0  # items of the conversation before those of the event
         self._headers = Headers()
         self._items = self._body = b""
         self._told: dict[str, str] = {}
@@ -240,6 +242,7 @@ class _Turn:
         self._items = in_pieces(new).encode()
         if isinstance(self.previous, str) and isinstance(new, list):
             before, root = self._connection.recall(self.previous)
+            self._before = len(before)
             body |= {"input": [*before, *new], "previous_response_id": root}
         return in_pieces(body).encode()
 
@@ -264,7 +267,12 @@ class _Turn:
         if error.get("code") == "response_not_found":
             own = {"code": "previous_response_not_found", "param": "previous_response_id"}
             status, error = 400, {**error, **own, "type": "invalid_request_error"}
+        error |= {name: self._name_own(error[name]) for name in ("message", "param") if error.get(name)}
         await self._connection.tell(_make_error(status, error, self._told, self.stream))
+
+    def _name_own(self, text: str) -> str:
+        """A text that begins with the place of an item, counted among those of the event."""
+        return _ITEM.sub(lambda found: f"input[{int(found[1]) - self._before}]", text)
 
     def _rewrite(self, data: bytes) -> str | None:
         """The frame of an event of the answer; None: it is left out."""

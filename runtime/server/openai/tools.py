@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -11,9 +11,17 @@ from pydantic import ConfigDict, Field, JsonValue, Tag
 from llmc.runtime.server.http.bodies import Body, Other, kind_among
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.ignored import ignore
-from llmc.runtime.server.openai.chat import TOOL_NAME, Function, TextFormat, check_choice, drop_others, refuse_forced
+from llmc.runtime.server.openai.chat import (
+    TOOL_NAME,
+    Function,
+    TextFormat,
+    check_choice,
+    drop_others,
+    refuse_allowed,
+    refuse_forced,
+)
+from llmc.runtime.tools.calls import LONGEST_NAME
 
-LONGEST_NAME = 64  # of a function
 Name = Annotated[str, Field(pattern=TOOL_NAME)]
 # Members that say nothing to the model; all tools are shown, deferred ones too.
 UNSAID = frozenset({"allowed_callers", "async", "defer_loading", "output_schema"})
@@ -47,7 +55,7 @@ class CustomTool(Body):
 
 
 InNamespace = Annotated[
-    Annotated[FunctionTool, Tag("function")] | Annotated[CustomTool, Tag("custom")] | Annotated[Other, Tag("other")],
+    Annotated[FunctionTool, Tag(":function")] | Annotated[CustomTool, Tag(":custom")] | Annotated[Other, Tag(":other")],
     kind_among("function", "custom"),
 ]
 
@@ -63,12 +71,15 @@ class Namespace(Body):
 
 
 AnyTool = Annotated[
-    Annotated[FunctionTool, Tag("function")]
-    | Annotated[CustomTool, Tag("custom")]
-    | Annotated[Namespace, Tag("namespace")]
-    | Annotated[Other, Tag("other")],
+    Annotated[FunctionTool, Tag(":function")]
+    | Annotated[CustomTool, Tag(":custom")]
+    | Annotated[Namespace, Tag(":namespace")]
+    | Annotated[Other, Tag(":other")],
     kind_among("function", "custom", "namespace"),
 ]
+
+
+Given = FunctionTool | CustomTool | Namespace | Other
 
 
 class NamedTool(Body):
@@ -80,10 +91,10 @@ class NamedTool(Body):
 
 
 NamedOrOther = Annotated[
-    Annotated[NamedTool, Tag("function")]
-    | Annotated[NamedTool, Tag("custom")]
-    | Annotated[NamedTool, Tag("namespace")]
-    | Annotated[Other, Tag("other")],
+    Annotated[NamedTool, Tag(":function")]
+    | Annotated[NamedTool, Tag(":custom")]
+    | Annotated[NamedTool, Tag(":namespace")]
+    | Annotated[Other, Tag(":other")],
     kind_among("function", "custom", "namespace"),
 ]
 
@@ -97,11 +108,11 @@ class AllowedTools(Body):
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("word")]
-    | Annotated[NamedTool, Tag("function")]
-    | Annotated[NamedTool, Tag("custom")]
-    | Annotated[AllowedTools, Tag("allowed_tools")]
-    | Annotated[Other, Tag("other")],
+    Annotated[Literal["none", "auto", "required"], Tag(":word")]
+    | Annotated[NamedTool, Tag(":function")]
+    | Annotated[NamedTool, Tag(":custom")]
+    | Annotated[AllowedTools, Tag(":allowed_tools")]
+    | Annotated[Other, Tag(":other")],
     kind_among("function", "custom", "allowed_tools"),
 ]
 
@@ -111,6 +122,7 @@ class Offered:
     """A tool that the model is offered as a function."""
 
     tool: FunctionTool | CustomTool
+    place: str
     namespace: Namespace | None = None
     leads: bool = False
     """It is the first one of its namespace, and tells what that is for."""
@@ -119,6 +131,13 @@ class Offered:
     def name(self) -> str:
         """The name that the model writes."""
         return write_name(self.tool.name, self.namespace.name if self.namespace else None)
+
+    def name_places(self, offered: str) -> dict[str, str]:
+        """The client's names of places in the function that the model is ``offered``."""
+        if not self.is_custom:
+            return {offered: self.place, f"{offered}.function": self.place}
+        schema, form = f"{offered}.function.parameters", f"{self.place}.format"
+        return {offered: self.place, schema: form, f"{schema}.properties.input.pattern": f"{form}.definition"}
 
     @property
     def is_custom(self) -> bool:
@@ -165,7 +184,8 @@ class Toolbox:
     """The tools of a request that the service can offer; others are left out, and named as ignored.
 
     Args:
-        tools, choice: of the request; ``choice`` may allow some of the tools, or force one.
+        lists: lists of tools by their places in the request.
+        choice: of the request; it may allow some of the tools, or force one.
 
     Attributes:
         kept: tools of the request that are offered, as it gives them.
@@ -176,19 +196,18 @@ class Toolbox:
         ApiError: the choice forces a call of a tool that is not there, or that cannot be offered.
     """
 
-    def __init__(self, tools: Sequence[FunctionTool | CustomTool | Namespace | Other], choice: Any) -> None:
-        self.kept = [tool for tool in tools if not isinstance(tool, Other)]
-        found = list(_flatten(tools))
+    def __init__(self, lists: Mapping[str, Sequence[Given]], choice: Any) -> None:
+        self.kept = [tool for tools in lists.values() for tool in tools if not isinstance(tool, Other)]
+        found = [each for where, tools in lists.items() for each in _flatten(where, tools)]
         if isinstance(choice, Other):
             raise refuse_forced(choice)
         if isinstance(choice, AllowedTools):
             found = _pick_allowed(found, choice.tools)
             choice = choice.mode
-        self.offered = {each.name: each for each in found}
-        if len(self.offered) < len(found):
-            names = [each.name for each in found]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ApiError(400, f"tools holds {twice!r} twice, expected every name once", param="tools")
+        self.offered: dict[str, Offered] = {}
+        for each in found:
+            if self.offered.setdefault(each.name, each).tool != each.tool:
+                raise ApiError(400, f"tools holds {each.name!r} twice, expected every name once", param="tools")
         self.choice = check_choice(self._write_choice(choice), found)
 
     def _write_choice(self, choice: str | NamedTool | None) -> str:
@@ -205,6 +224,12 @@ class Toolbox:
         forced = self.choice not in ("auto", "none")
         return [each.plain(forced and self.choice in ("required", name)) for name, each in self.offered.items()] or None
 
+    @property
+    def names(self) -> dict[str, str]:
+        """The client's names of places in the functions that the model is offered."""
+        places = [each.name_places(f"tools[{at}]") for at, each in enumerate(self.offered.values())]
+        return {ours: own for named in places for ours, own in named.items()}
+
     def begin_call(self, name: str) -> dict[str, Any]:
         """Members of the item of a call that tell its tool."""
         each = self.offered.get(name)
@@ -215,15 +240,17 @@ class Toolbox:
         return {"type": kind, "name": each.tool.name, **own}
 
 
-def _flatten(tools: Iterable[FunctionTool | CustomTool | Namespace | Other]) -> Iterator[Offered]:
-    known: list[FunctionTool | CustomTool | Namespace] = drop_others("tools", tools)
-    for tool in known:
+def _flatten(where: str, tools: Sequence[Given]) -> Iterator[Offered]:
+    known: dict[str, FunctionTool | CustomTool | Namespace] = drop_others("tools", tools, where)
+    for place, tool in known.items():
         if isinstance(tool, Namespace):
-            inside: list[FunctionTool | CustomTool] = drop_others(f"tools.{tool.name}", tool.tools)
-            for number, each in enumerate(inside):
-                yield Offered(each, tool, leads=number == 0)
+            inside: dict[str, FunctionTool | CustomTool] = drop_others(
+                f"tools.{tool.name}", tool.tools, f"{place}.tools"
+            )
+            for number, (own, each) in enumerate(inside.items()):
+                yield Offered(each, own, tool, leads=number == 0)
         else:
-            yield Offered(tool)
+            yield Offered(tool, place)
 
 
 def _find_named(offered: Sequence[Offered], named: NamedTool) -> list[Offered]:
@@ -237,10 +264,9 @@ def _find_named(offered: Sequence[Offered], named: NamedTool) -> list[Offered]:
 
 def _pick_allowed(offered: Sequence[Offered], allowed: Sequence[NamedTool | Other]) -> list[Offered]:
     names: set[str] = set()
-    for each in drop_others("tool_choice.tools", allowed):
+    for each in drop_others("tool_choice.tools", allowed).values():
         if not (found := _find_named(offered, each)):
-            said = f"tool_choice.tools allows {each.name[:64]!r}, which is none of the tools; give it, or leave it out"
-            raise ApiError(400, said, param="tool_choice.tools")
+            raise refuse_allowed("tool_choice.tools", each.name)
         names.update(one.name for one in found)
     return [each for each in offered if each.name in names]
 

@@ -113,7 +113,7 @@ class TestSuite:
                     unwritten += valid and not read and not integral_float(instance)
         assert unwritten <= (MOST_UNWRITTEN if file in UNWRITTEN else 0)
 
-    @pytest.mark.parametrize("keyword", sorted(json_schema._KEYWORDS - json_schema._ANNOTATIONS - {"minProperties"}))
+    @pytest.mark.parametrize("keyword", sorted(json_schema._KEYWORDS - json_schema.ANNOTATIONS - {"minProperties"}))
     def test_takes_every_keyword_that_is_not_refused_by_name(self, byte_level: Any, keyword: str) -> None:
         schemas = [case["schema"] for found in CASES.values() for case in found if keyword in keywords(case["schema"])]
         for schema in sorted(schemas, key=lambda schema: len(json.dumps(schema))):

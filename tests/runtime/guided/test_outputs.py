@@ -139,7 +139,7 @@ def test_the_parser_refuses_what_breaks_the_grammar():
     assert not any(is_arithmetic(text) for text in ["", "1+", "(1", "1)", "1234", "1 + 2"])
 
 
-@pytest.mark.parametrize("name", sorted(json_schema._ANNOTATIONS))
+@pytest.mark.parametrize("name", sorted(json_schema.ANNOTATIONS))
 def test_keywords_that_annotate_restrict_nothing(tiny: Any, name: str):
     value = "https://json-schema.org/draft/2020-12/schema" if name == "$schema" else "x"
     assert tiny.reads(tiny.start(json_schema={name: value}), '{"any":["thing",1]}')

@@ -166,7 +166,6 @@ def test_an_answer_that_has_begun_is_gone_on_with(
         ({"thinking": {"type": "enabled", "budget_tokens": 4}}, "thinking.budget_tokens is 4, expected less than"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1, "display": "short"}}, "display"),
         ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call"),
-        ({"tools": [{"type": "search", "name": "web_search"}]}, "tools[0]"),
         (
             {"messages": [USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": "So"}]}]},
             "messages[1] is the assistant's and ends with no text",

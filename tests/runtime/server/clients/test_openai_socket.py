@@ -53,6 +53,9 @@ def test_turns_go_on_and_a_tools_result_is_answered_without_a_store(client: Any)
         second = end_of(connection).response
         connection.response.create(input="Go on.", previous_response_id=second.id, **GREEDY)
         third = end_of(connection).response
+        connection.response.create(input=[{"role": "user"}], previous_response_id=third.id, **GREEDY)
+        refused = end_of(connection).error
+        assert refused.param == "input[0].content" and refused.message.startswith("input[0].content is missing")
     items = [USER, *first.output, result]
     by_hand = client.responses.create(input=items, tools=[TOOL], **GREEDY)
     assert (second.output_text, second.usage.input_tokens) == (by_hand.output_text, by_hand.usage.input_tokens)

@@ -170,7 +170,6 @@ def test_calls_and_results_that_the_template_does_not_show_are_refused(client: o
             "tool_choice",
         ),
         ({"verbosity": "loud"}, "verbosity"),
-        ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
         ({"safety_identifier": "one\ntwo"}, "safety_identifier"),
         ({"metadata": {"a": "x" * 513}}, "metadata.a"),
         ({"metadata": dict.fromkeys(map(str, range(17)), "x")}, "metadata"),

@@ -166,7 +166,6 @@ def test_logprobs_are_those_of_the_text(able_openai: openai.OpenAI):
             {"tools": [TOOL], "tool_choice": {**ALLOWED, "tools": [{"type": "function", "name": "x"}]}},
             "tool_choice.tools",
         ),
-        ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
         ({"text": {"verbosity": "loud"}}, "text.verbosity"),
         ({"safety_identifier": "x" * 257}, "safety_identifier"),
     ],
@@ -273,6 +272,16 @@ def test_bytes_are_bounded():
     for number in range(50 - kept, 50):
         store.delete(None, str(number))
     assert kept > 1 and store.bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "temperature"), [({}, 0), ({"seed": 1}, 0), ({"mirostat": 2}, 1), ({"top_k": 5}, 1), ({"min_p": 0.1}, 1)]
+)
+def test_the_temperature_is_told_that_the_answer_is_drawn_with(
+    able_http: httpx.Client, given: dict[str, Any], temperature: float
+):
+    asked = {"model": "able", "input": "a", "max_output_tokens": 1, **given}
+    assert able_http.post("/v1/responses", json=asked).json()["temperature"] == temperature
 
 
 def test_input_tokens_are_those_that_the_request_would_have(able_openai: openai.OpenAI):

@@ -75,9 +75,68 @@ def test_tools_of_a_namespace_are_offered_with_its_name_and_its_purpose_once():
 
 
 def test_long_names_are_cut_and_stay_apart():
-    names = {write_name(f"{'n' * 50}{end}", "s" * 30) for end in "ab"}
-    assert len(names) == 2 and all(len(name) == 64 for name in names)
-    assert write_name("b" * 30, "a" * 32) == f"{'a' * 32}__{'b' * 30}"
+    names = {write_name(f"{'n' * 99}{end}", "s" * 30) for end in "ab"}
+    assert len(names) == 2 and all(len(name) == 128 for name in names)
+    assert write_name("b" * 30, "a" * 96) == f"{'a' * 96}__{'b' * 30}"
+
+
+BAD = {**SCHEMA, "properties": {"a": {"type": "string", "pattern": r"\bx"}}}
+WORD = {**CODE, "format": {"type": "grammar", "syntax": "regex", "definition": r"\bx"}}
+BAD_FUNCTION = {**function("bad"), "parameters": BAD}
+CALL = {"type": "function", "function": {"name": "a", "arguments": "{}"}}
+CHAT_TOOLS = [{"type": "web_search"}, {"type": "function", "function": {"name": "bad", "parameters": BAD}}]
+MESSAGE_TOOLS = [{"type": "bash_20250124", "name": "bash"}, {"name": "bad", "input_schema": BAD}]
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "places"),
+    [
+        ("chat/completions", {"tools": CHAT_TOOLS}, {"tools[1].function.parameters"}),
+        ("messages", {"tools": MESSAGE_TOOLS}, {"tools[1].input_schema"}),
+        ("responses", {"tools": [{"type": "mcp"}, namespace("n", function("a"), BAD_FUNCTION), BAD_FUNCTION, WORD]},
+         {"tools[1].tools[1].parameters", "tools[2].parameters", "tools[3].format.definition"}),
+        ("responses", {"input": [{"role": "user", "content": "a"},
+                                 {"type": "additional_tools", "tools": [BAD_FUNCTION]}]},
+         {"input[1].tools[0].parameters"}),
+    ],
+)  # fmt: skip
+def test_places_in_tools_are_those_that_the_client_knows(
+    able_http: httpx.Client, path: str, given: dict[str, Any], places: set[str]
+):
+    body = {**(GREEDY if path == "responses" else CHAT), **given}
+    answer = able_http.post(f"/v1/{path}", json=body, headers={"anthropic-version": "2023-06-01"})
+    assert answer.status_code == 200, answer.text
+    ignored = answer.headers["x-llmc-ignored"].split(", ")
+    assert {name.removesuffix(".properties.a.pattern") for name in ignored if "[" in name} == places
+    forced = {"tool_choice": {"type": "any"} if path == "messages" else "required"}
+    error = able_http.post(f"/v1/{path}", json=body | forced, headers={"anthropic-version": "2023-06-01"}).json()[
+        "error"
+    ]
+    assert error["message"].partition(":")[0] in places and "calls:" not in error["message"]
+
+
+def test_a_tool_that_comes_twice_is_one_and_another_of_its_name_is_refused():
+    again = {"type": "tool_search_output", "tools": [function("close"), AGENTS]}
+    tools = {"tools": [function("close")], "input": [{"role": "user", "content": "a"}, again, again]}
+    assert len(ResponseRequest.model_validate(tools).toolbox.offered) == 3
+    with pytest.raises(ApiError, match="'close' twice"):
+        box(function("close"), function("close", description="Another one."))
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "param"),
+    [
+        ("chat/completions", {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
+         "messages[0].tool_calls[0].id"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
+         "messages[0].content[0].text"),
+        ("responses", {"tools": [{"type": "function", "function": {"name": "a"}}]}, "tools[0].name"),
+    ],
+)  # fmt: skip
+def test_a_member_that_is_missing_has_its_own_place(able_http: httpx.Client, path: str, given: Any, param: str):
+    answer = able_http.post(f"/v1/{path}", json={**(GREEDY if path == "responses" else CHAT), **given})
+    assert answer.json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize(
