@@ -305,7 +305,7 @@ class Keys:
         value = self.raw(name)
         if not isinstance(value, dict):
             raise self.error(name, value, "an object")
-        return Keys(value, f"{self.where}: {name}")
+        return Keys(value, f"{self.where}: {format_name(name)}")
 
     def raw(self, name: str) -> Any:
         """The value as it stands, None where it is absent: the caller checks it."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmc.errors import CheckpointError
+from llmc.errors import CheckpointError, format_name, format_value
 from llmc.origin import MOST_HEADER, find_own_file
 from llmc.strict import open_regular, parse_json, read_json
 
@@ -84,7 +84,9 @@ def read_shards(folder: Path) -> list[Shard]:
     names = sorted(set(index.values()))
     for name in names:
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder}: shard {name} is missing, but {INDEX_FILE} names it; download it again")
+            raise CheckpointError(
+                f"{folder}: shard {format_name(name)} is missing, but {INDEX_FILE} names it; download it again"
+            )
     shards = [read_shard(folder / name) for name in names]
     _compare_with_index(folder, index, shards)
     return shards
@@ -136,8 +138,8 @@ def _locate_tensor(path: Path, name: str, entry: Any, start: int) -> StoredTenso
     if dtype not in ITEM_BITS or dtype == "I4":
         known = ", ".join(name for name in ITEM_BITS if name != "I4")
         raise CheckpointError(
-            f"{path}: {name} has dtype {dtype:.20}, expected one of {known}; llmc does not read this one: export the "
-            "checkpoint that it was made from"
+            f"{path}: {name} has dtype {format_name(dtype)}, expected one of {known}; llmc does not read this "
+            "one: export the checkpoint that it was made from"
         )
     if 8 * (end - begin) != math.prod(shape) * ITEM_BITS[dtype]:
         raise CheckpointError(
@@ -168,7 +170,9 @@ def _read_index(path: Path) -> dict[str, str]:
     for name, file in index.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(SUFFIX):
             expected = f"a file name in the same folder that ends in {SUFFIX}"
-            raise CheckpointError(f"{path}: {name:.500} is said to be in {file!r:.80}, expected {expected}")
+            raise CheckpointError(
+                f"{path}: {format_name(name)} is said to be in {format_value(file)}, expected {expected}"
+            )
     return index
 
 
@@ -177,11 +181,14 @@ def _compare_with_index(folder: Path, index: dict[str, str], shards: list[Shard]
     for name, file in index.items():
         if found.get(name) != file:
             raise CheckpointError(
-                f"{folder}: {INDEX_FILE} says that {name} is in {file}, where it is not; download again"
+                f"{folder}: {INDEX_FILE} says that {format_name(name)} is in {format_name(file)}, where it is not; "
+                "download again"
             )
     for name, file in found.items():
         if name not in index:
-            raise CheckpointError(f"{folder}: {file} holds {name}, which {INDEX_FILE} does not name; download again")
+            raise CheckpointError(
+                f"{folder}: {file} holds {format_name(name)}, which {INDEX_FILE} does not name; download again"
+            )
 
 
 def _no_weights(folder: Path) -> str:

@@ -29,7 +29,7 @@ def place_templates(source: Path, staging: Path, sees: bool) -> None:
     stated, plain = config.get("chat_template"), _read_text(source, PLAIN)
     if plain is None and (sees or not stated) and find_own_file(source, OF_PROCESSOR):
         plain = read_json(source / OF_PROCESSOR).get("chat_template")
-        if not isinstance(plain, str):
+        if not isinstance(plain, str) or any("\ud800" <= character <= "\udfff" for character in plain):
             raise CheckpointError(f"{source / OF_PROCESSOR}: chat_template is missing, or no text; remove the file")
         (staging / PLAIN).write_text(plain, encoding="utf-8")
     named = _read_named(source)

@@ -69,6 +69,33 @@ def test_a_name_with_an_escape_sequence_is_shown_as_text(checkpoint):
     assert str(caught.value).isprintable()
 
 
+FORGED = "a\nllmc: error: forged" + "z" * 5_000
+GROUPS = {"quant_method": "compressed-tensors", "config_groups": {FORGED: {"weights": {FORGED: 1}}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors.index.json", json.dumps({"weight_map": {FORGED: f"../{FORGED}"}})),
+        ("model.safetensors.index.json", json.dumps({"weight_map": {"a": f"{FORGED[:90]}.safetensors"}})),
+        ("config.json", json.dumps({"model_type": "llama", "quantization_config": GROUPS})),
+        ("chat_template.json", json.dumps({"chat_template": "\ud800"})),
+        ("header", json.dumps({"a": {"dtype": FORGED, "shape": [1], "data_offsets": [0, 1]}})),
+    ],
+    ids=["index", "shard", "quantization", "half a character", "dtype"],
+)
+def test_what_a_file_says_is_quoted_on_one_short_line(checkpoint, name: str, content: str):
+    if name == "model.safetensors.index.json":
+        (checkpoint.folder / "model.safetensors").unlink()
+    written = content.encode()
+    if name == "header":
+        name, written = "model.safetensors", len(written).to_bytes(8, "little") + written
+    (checkpoint.folder / name).write_bytes(written)
+    with pytest.raises(CheckpointError) as caught:
+        export(checkpoint.folder, checkpoint.folder.parent / "export")
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 600
+
+
 def test_a_name_of_any_length_fills_no_terminal(checkpoint):
     checkpoint.tensors["m" * (LONGEST_NAME + 1)] = np.zeros(1, np.float32)
     checkpoint.write_weights()
