@@ -71,6 +71,7 @@ def test_logits_equal_peft(name, random_checkpoint, transformers_model, onnxrunt
     feeds = {"input_ids": IDS, "past_lengths": np.zeros(2, np.int64), "logit_indices": np.tile(np.arange(20), (2, 1))}
     feeds |= {name: np.zeros(it.shape_of(2, 20), np.float32) for it in geometry.caches for name in it.inputs}
     feeds |= {"new_lengths": np.full(2, 20)} if geometry.has_states else {}
+    feeds |= {"text_lengths": np.full(2, 20)} if geometry.long_after else {}
     logits = onnxruntime_run(tmp_path / "export")(feeds)[0]
     wanted = reference(IDS)
     assert np.abs(logits - wanted).max() <= TOLERANCE

@@ -54,7 +54,7 @@ def test_rows_are_what_must_run_at_once_and_samples_may_follow(
         ({"banned_tokens": (5000,)}, {}, r"banned_tokens holds token id 5000, .* expected 0 \.\.\. 4095"),
         ({"allowed_tokens": (4096,)}, {}, "allowed_tokens holds token id 4096"),
         ({"logit_bias": ((4096, 1.0),)}, {}, "logit_bias holds token id 4096"),
-        ({"banned_tokens": (10**5000,)}, {}, "banned_tokens holds token id an integer of about 5001 digits"),
+        ({"banned_tokens": (10**5000,)}, {}, "banned_tokens is .an integer of about 5001 digits., expected"),
     ],
 )
 def test_what_the_parts_of_a_request_cannot_have_together_is_refused_at_the_door(
@@ -71,8 +71,8 @@ def test_a_token_outside_the_vocabulary_is_refused_by_name(inputs: InputProcesso
 
 
 def test_new_tokens_beyond_every_number_are_refused_in_a_short_sentence(inputs: InputProcessor):
-    with pytest.raises(RequestError, match="an integer of about 5001 digits new ones are asked for") as caught:
-        state(inputs, max_tokens=10**5000)
+    with pytest.raises(RequestError, match="18446744073709551615 new ones are asked for") as caught:
+        state(inputs, max_tokens=(1 << 64) - 1)
     assert len(str(caught.value)) < 400
 
 

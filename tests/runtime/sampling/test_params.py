@@ -122,12 +122,10 @@ class TestRanges:
         assert str(caught.value) == f"{name} is {format_value(value)}, expected {expected}"
         assert len(str(caught.value)) < 600
 
-    @pytest.mark.parametrize("name", ["temperature", "n", "seed", "top_p", "logprobs"])
+    @pytest.mark.parametrize("name", ["temperature", "n", "seed", "top_p", "logprobs", "max_tokens", "min_tokens"])
     def test_of_integers_too_long_to_write_are_enforced(self, name: str) -> None:
         with pytest.raises(UsageError, match=f"{name} is an integer of about 5001 digits, expected"):
             SamplingParams(**{name: 10**5000})
-        with pytest.raises(UsageError, match="min_tokens=an integer of about 5001 digits needs max_tokens"):
-            SamplingParams(min_tokens=10**5000)
 
     @pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams)])
     def test_of_arrays_are_enforced(self, name: str) -> None:

@@ -242,4 +242,4 @@ def test_frames_of_a_websocket_are_requests_of_their_key(served: Served) -> None
         write(served.keys, KEYS)
         served.app.reload()
     counted = served.get("ann", "/metrics").text.splitlines()
-    assert any('route="/v1/responses"' in line and 'status="429"' in line for line in counted)
+    assert any('route="/v1/responses"' in line and 'status="200"' in line for line in counted)  # a fleet's replicas'
