@@ -135,7 +135,7 @@ def parameters_of(tool: Tool, names: re.Pattern[str] = NAME) -> Iterator[Paramet
             f"the parameters of the tool {tool.name} have {format_value(sorted(unknown)[0])} beside their properties, "
             "which the model's format of calls cannot hold to; leave it out"
         )
-    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    definitions: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     required = schema.get("required", ())
     listed = schema.get("properties", {})
     missing = next((name for name in required if name not in listed), None)

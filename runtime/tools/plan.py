@@ -180,7 +180,7 @@ def _loosen_tool(calls: CallFormat, tool: Tool, allowed: bool) -> tuple[Tool, li
 def _without_odd_names(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """:func:`without_rules`, and without parameters whose names formats without quotes cannot write."""
     found, places = without_rules(schema)
-    kept = {name: {} for name in found["properties"] if NAME.fullmatch(name)}
+    kept: dict[str, Any] = {name: {} for name in found["properties"] if NAME.fullmatch(name)}
     return {**found, "properties": kept, "required": [name for name in found["required"] if name in kept]}, places
 
 

@@ -111,9 +111,12 @@ def echo_of(model: Model, prompt: str | list[int]) -> str:
 def _prompt_logprobs(
     model: Model, body: CompletionRequest, prompt: str | list[int], echoed: str, result: GenerationResult
 ) -> dict[str, list[Any]]:
-    if isinstance(prompt, str):
-        prompt = model.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
     later = result.prompt_logprobs or ()
+    if isinstance(prompt, str):
+        around = body.add_special_tokens is not False
+        parsed = model.tokenizer.encode(prompt, around)
+        # The settings, the key or the request may have had special tokens that it spells taken for text.
+        prompt = parsed if len(parsed) == len(later) + 1 else model.tokenizer.encode_plain(prompt, around)
     found = completion_logprobs(model, later, "") or {}
     spelt = model.tokenizer.spell(prompt[0]).decode("utf-8", "replace")
     return {

@@ -220,6 +220,8 @@ def test_control_tokens_that_a_raw_prompt_spells_are_tokens_unless_the_request_s
     written = count(GAP)
     assert written == count(BEFORE) + count(AFTER) + 3 == count(GAP, parse_special=True)
     assert count(GAP, parse_special=False) > written + 10
+    echoed = complete(gaps, prompt=GAP, parse_special=False, echo=True, logprobs=1, max_tokens=0)["choices"][0]
+    assert "".join(echoed["logprobs"]["tokens"]) == GAP
 
 
 def test_a_suffix_is_after_the_gap_that_the_completion_fills(gaps: httpx.Client):
