@@ -1,4 +1,4 @@
-"""Text that is typed or pasted during an answer: it is not sent, but waits in the next prompt for Enter."""
+"""Keep what a person types or pastes during an answer for the next prompt, where it waits for Enter."""
 
 from __future__ import annotations
 

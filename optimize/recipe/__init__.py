@@ -174,19 +174,20 @@ _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 
 
 def _read_value(hint: Any, value: Any, where: str) -> Any:
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    kind = next((kind for kind in kinds if type(value) is kind), kinds[0])
+    given = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kinds = [kind for kind in given if kind is not types.NoneType]
+    kind, expected = kinds[0], " or ".join(_WORDS.get(kind, "a table") for kind in kinds)
     if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
         return _read_table(kind, value, f"{where}:")
     if typing.get_origin(kind) is dict and isinstance(value, dict):
         return {key: _read_value(str, item, f"{where}: {key}") for key, item in value.items()}
     if type(value) is int and abs(value) >= LARGEST_NUMBER:
-        raise UsageError(f"{where} is beyond all sense, expected {_WORDS.get(kind, 'a table')} below {LARGEST_NUMBER}")
-    if kind is float and type(value) is int:
+        raise UsageError(f"{where} is beyond all sense, expected {expected} below {LARGEST_NUMBER}")
+    if float in kinds and type(value) is int:
         return float(value)
-    if kind in _WORDS and type(value) is kind:
+    if type(value) in _WORDS and type(value) in kinds:
         return value
-    raise UsageError(f"{where} is {value!r}, expected {_WORDS.get(kind, 'a table')}")
+    raise UsageError(f"{where} is {value!r}, expected {expected}")
 
 
 def settle(

@@ -1,4 +1,4 @@
-"""Is the service on this machine healthy? Exits with 0 if it is, for health checks of containers.
+"""Check the service on this machine for a container: exit with 0 if it is healthy.
 
     python health.py [/ready]
 
@@ -18,7 +18,7 @@ def ask(path: str) -> None:
     unchecked = ssl.create_default_context()
     unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
     place = f"127.0.0.1:{os.environ.get('PORT', '8000')}{path}"
-    key = os.environ.get("PROBE_KEY")
+    key = os.environ.get("PROBE_KEY", "").strip()  # a file's line end
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         urllib.request.urlopen(urllib.request.Request(f"http://{place}", headers=headers), timeout=2)

@@ -100,9 +100,12 @@ def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
 @pytest.fixture
 def talk(llmc, model: FakeModel, tmp_path: Path):
     """``llmc chat`` with lines on stdin."""
+    folder = tmp_path / "bundle"
+    folder.mkdir()
+    (folder / "llmc.json").write_text("{}")
 
     def run(*lines: str, options: tuple[object, ...] = (), terminal: bool = False):
-        return llmc("chat", tmp_path, *options, stdin="\n".join(lines).encode() + b"\n", terminal=terminal)
+        return llmc("chat", folder, *options, stdin="\n".join(lines).encode() + b"\n", terminal=terminal)
 
     return run
 
@@ -227,6 +230,7 @@ def test_a_line_that_does_not_end_is_refused(talk, model: FakeModel, monkeypatch
 
 
 def test_a_script_that_is_not_utf8_is_refused(llmc, model: FakeModel, tmp_path: Path):
+    (tmp_path / "llmc.json").write_text("{}")
     ran = llmc("chat", tmp_path, stdin=b"Hello\ncaf\xe9\n")
     assert (ran.code, ran.out) == (2, "ab\n")
     assert "a line on stdin is not valid UTF-8 (byte 0xe9 at position 3)" in ran.err
@@ -350,7 +354,7 @@ def test_other_files_are_not_overwritten(talk, model: FakeModel, tmp_path: Path,
     assert ran.code == 2
     assert f"{file} exists and is no saved conversation; choose another file" in ran.err
     assert file.read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+    assert {path.name for path in tmp_path.iterdir()} == {"bundle", "precious"}
 
 
 # ----------------------------------------------------------------------------------------------------------- Ctrl-C

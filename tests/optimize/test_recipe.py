@@ -107,6 +107,7 @@ decode_top1_agreement = 0.99
         ("[budget]\nmax_lk = 1.0", "budget: unknown key 'max_lk'; did you mean 'max_kl'?"),
         ("[expected]\nprefill_mean_kl = 0.1", "expected: decode_mean_kl is missing"),
         ("precision = 8", "precision is 8, expected text"),
+        ("sparsity = true", "sparsity is True, expected text or a number"),
         ("max_context = 4096.0", "max_context is 4096.0, expected a whole number"),
         ("precision = int8", "not a readable TOML recipe"),
         (b'precision = "\xff"', "not a readable TOML recipe"),

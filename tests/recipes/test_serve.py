@@ -99,7 +99,7 @@ def test_the_health_check_asks_with_and_without_tls_and_with_a_key(tls: bool, tm
         context.load_cert_chain(*make_certificate(tmp_path))
         server.socket = context.wrap_socket(server.socket, server_side=True)
     Thread(target=server.serve_forever, daemon=True).start()
-    environment = {"PORT": str(server.server_port), "PROBE_KEY": "k"}
+    environment = {"PORT": str(server.server_port), "PROBE_KEY": "k\n"}
     codes = [
         subprocess.run([sys.executable, FOLDER / "health.py", *path], env=environment, capture_output=True).returncode
         for path in ([], ["/ready"])
