@@ -121,6 +121,7 @@ def test_choices_that_a_rebuild_does_not_look_at_are_refused(
 ):
     (tmp_path / "notes.txt").write_text("words")
     value = tmp_path / VALUES[option.name] if option.name in VALUES else "2"
+    value = export_folder if option.name == "head" else value
     flag = option.opts[-1]
     ran = llmc("build", "--rebuild", export_folder, flag, *([] if option.is_flag else [value]))
     assert (ran.code, library.rebuilt) == (2, [])
