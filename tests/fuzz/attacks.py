@@ -30,7 +30,8 @@ MOST = (8 << 20) - 1  # bytes of a body, by default
 PATIENCE_S = 240.0  # of an answer, which only the attacker waits for
 TRIES = 3  # a busy machine keeps /health waiting in some of them, a body that holds the loop in each
 PAUSE_S = 0.004  # between two looks at /health
-VALUES, TEXTS = 999_000, 65_000  # nearly as many as a body may hold
+VALUES, TEXTS = 299_000, 65_000  # nearly as many as a body may hold
+FRAMES = "FRAMES"  # a method: the body goes through a WebSocket
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 OLLAMA = "/api/chat"
 USER = {"role": "user", "content": "a"}
@@ -55,7 +56,7 @@ CHARACTERS = {
 
 @dataclass(frozen=True)
 class Attack:
-    """A body, or several in turn, sent ``times`` at once; ``GET``: frames, on a WebSocket."""
+    """A body, or several in turn, sent ``times`` at once; ``FRAMES`` go through a WebSocket."""
 
     path: str
     body: Callable[[], bytes]
@@ -232,7 +233,7 @@ def attacks() -> dict[str, Attack]:
         "parts of a byte": lambda: (b"\1\x81" + bytes(5)) + (b"\0\x81" + bytes(5)) * 300_000,
     }
     for name, body in frames.items():
-        add(f"frames: {name}", RESPONSES, body, method="GET")
+        add(f"frames: {name}", RESPONSES, body, method=FRAMES)
     return {**found, **texts(), **lists()}
 
 
@@ -467,7 +468,7 @@ class Watch:
         head = f"{attack.method} {attack.path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         head += "anthropic-version: 2026-10-21\r\nContent-Type: application/json\r\n"
         pieces = []
-        if attack.method == "GET":
+        if attack.method == FRAMES:
             return self.converse(attack, body)
         with socket.create_connection((self._host, self._port), timeout=PATIENCE_S) as asked, suppress(ConnectionError):
             asked.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
