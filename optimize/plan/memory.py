@@ -61,8 +61,9 @@ GPTQ_MATRICES = 4
 QUANTIZING = 4
 # Rotating the largest matrix of a layer holds it in float32 before and after, and its integers.
 ROTATING = 2 * 4 + 2
-# The allocator gives back only part of that; what remains stays resident beside the finished bundle.
-RETAINED = 1
+# The allocator gives back only part of that; what remains stays resident beside the finished bundle. The Q4_K_M file of
+# Qwen2.5-Coder-0.5B, whose largest matrix has 136 million weights, takes 1.84 GB to build.
+RETAINED = 2
 # A layer of the reference as the engine runs it: float32 weights folded from the stored type, and packed for kernels.
 REFERENCE_COPIES = 2
 # Between an expert's codes and its floats lie numbers, values and their products.
@@ -265,7 +266,8 @@ def plan_build(
     else:
         judging = _estimate_judging(geometry, recipe, limits, tokenizer_bytes, WINDOW if judged else GOLDEN_TOKENS)
         steps = [_estimate_quantizing(geometry, recipe), judging]
-    if needs_calibration(recipe):
+    if needs_calibration(recipe):  # torch stays in memory after it
+        steps = [{**step, "torch": TORCH} for step in steps]
         steps.append(_estimate_calibrating(geometry, recipe, samples, length))
     parts = max(steps, key=lambda step: sum(step.values()))
     total = sum(parts.values())
@@ -341,7 +343,8 @@ def _estimate_calibrating(geometry: Geometry, recipe: Recipe, samples: int, leng
     rows = max((sum(part.inputs for part in item.parts) * item.chosen for item in geometry.mixtures), default=0)
     inverse = GPTQ_MATRICES * 4 * max(inputs for _, inputs in read) ** 2
     return {
-        "engine": INTERPRETER + BUILDER + TORCH,
+        "engine": INTERPRETER + BUILDER,
+        "torch": TORCH,
         "layer": 2 * 4 * _largest_layer(geometry),
         "second moments": 4 * moments + inverse + 4 * samples * length * rows if recipe.scheme != "rtn" else 0,
         "activations": 2 * 4 * samples * length * geometry.hidden_size,
