@@ -111,7 +111,7 @@ def test_a_rebuild_is_in_place_unless_it_is_told_where(
     assert f"wrote {there}" in ran.out
 
 
-VALUES = {"text": "notes.txt", "calibration": "notes.txt", "head": "notes.txt"}
+VALUES = {"text": "notes.txt", "calibration": "notes.txt"}
 LOOKED_AT = {"source", "output", "rebuild", "force", "as_json", "debug", "help"}
 
 
