@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
 from llmc.errors import require
-from llmc.runtime.host.cuda import Driver, open_driver
+from llmc.runtime.host.cuda import RECORDING, Driver, open_driver
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.blocks import Block, Part, inputs_of, size_of
 from llmc.runtime.sessions.cuda.session import DeviceSession
@@ -115,7 +115,8 @@ class CudaSession(DeviceSession):
 
     def _forget_graph(self) -> None:
         self._forget_addresses()
-        del self._graph
+        with RECORDING.shared():  # ONNX Runtime frees the GPU's memory
+            del self._graph
 
     def _translate_errors(self, doing: str) -> contextlib.AbstractContextManager[None]:
         return translate_errors(f"{self._folder}: {doing}")

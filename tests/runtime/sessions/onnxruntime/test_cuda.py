@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -161,6 +162,16 @@ def test_a_step_that_comes_again_is_recorded_and_then_replayed(fp16_bundle, open
     prefill(again, PROMPTS[2])
     wanted = [decode(again, [token], [37 + i]) for i, token in enumerate(ANSWERS[0])]
     assert np.array_equal(found, wanted)
+
+
+def test_a_recording_is_not_another_threads(fp16_bundle, opened):
+    """Loading replays golden prompts in one thread, and the engine serves in its own."""
+    session = opened(fp16_bundle)
+    found = [decode(session, [5], [0]) for _ in range(3)]
+    with ThreadPoolExecutor(1) as pool:
+        found += [pool.submit(decode, session, [5], [0]).result() for _ in range(3)]
+    assert all(np.array_equal(each, found[0]) for each in found)
+    assert session._runtime.runs == [-1, 1, 1, -1, 2, 2]
 
 
 def test_recordings_go_when_the_cache_moves(fp16_bundle, opened):
