@@ -362,6 +362,11 @@ def test_a_gpu_copies_records_and_clears(gpu: cuda.Driver):
     gpu.copy(host, device, 64, stream)
     gpu.synchronize(stream)
     assert not values.any()
+    gpu.begin_capture(stream)
+    gpu.drop_capture(stream)
+    gpu.drop_capture(stream)
+    gpu.synchronize(stream)
+    assert gpu.copy_bandwidth() > 1e10
     gpu.destroy_graph(graph)
     gpu.free(device)
     gpu.free_host(host)
