@@ -130,7 +130,7 @@ class FakeTensorRT:
 
     def __init__(self, driver: FakeDriver, version: str = "10.16.1.11", *, compiles: bool = False) -> None:
         self.__version__ = version
-        self.compile_grammar: list[str] = []
+        self.compiled: list[str] = []
         if compiles:
             self.DynamicShapesKernelSpecializationStrategy = KernelStrategy
             self.ComputeCapability = ComputeCapability
@@ -242,8 +242,11 @@ class RuntimeCache:
         self.kernels: set[str] = set()
 
     def deserialize(self, blob: bytes) -> bool:
-        content = json.loads(blob)
-        if content["version"] != self._version:
+        try:
+            content = json.loads(blob)
+        except ValueError:
+            content = {}
+        if content.get("version") != self._version:
             return False
         self.kernels = set(content["kernels"])
         return True
@@ -373,7 +376,7 @@ class Context:
         known = name in self.config.cache.kernels
         if not known and strategy is not KernelStrategy.NONE:
             self.config.cache.kernels.add(name)
-            self._library.compile_grammar.append(name)
+            self._library.compiled.append(name)
         eager = strategy is KernelStrategy.EAGER
         return 1.0 if eager or (known and strategy is KernelStrategy.LAZY) else GENERAL
 

@@ -1,8 +1,9 @@
 """TensorRT-RTX compiles kernels where it runs: what it compiled is kept, and steps wait for theirs.
 
 Left to itself it compiles a kernel for every shape in the background and runs a general one until then, which rounds
-otherwise. Decode steps, whose shapes are few, wait for their kernels (eager specialisation); prompts, each of
-another length, do not. See "Working with Runtime Cache" in its documentation. Not run on a GPU yet.
+otherwise. Decode steps, whose shapes are few, wait for their kernels (eager specialisation): a session compiles those
+of one row when it loads. Prompts, each of another length, do not wait. See "Working with Runtime Cache" in its
+documentation. Not run on a GPU yet.
 """
 
 import hashlib
@@ -46,7 +47,9 @@ class Kernels:
             if self._native.deserialize(content):
                 self._known = len(content)
             else:
-                log.info("%s is not for this machine: kernels are compiled anew", file)
+                log.info("%s is not for this GPU and driver", file)
+        if not self._known:
+            log.info("kernels are compiled while the engine loads; later loads find them in %s", file)
 
     def configure_context(self, strategy: Any, repeats: bool) -> Any:
         """Settings of a context: who allocates its memory, and whether its shapes are few."""
@@ -58,7 +61,7 @@ class Kernels:
         return config
 
     def save(self) -> None:
-        """Write them where they are kept, if there are others than before; without them the next start is slower."""
+        """Write the kernels where they are kept, if their size has changed; without them the next start is slower."""
         content = bytes(self._native.serialize() or b"")
         if len(content) in (0, self._known):
             return
