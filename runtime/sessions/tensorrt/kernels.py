@@ -8,12 +8,10 @@ documentation. Not run on a GPU yet.
 
 import hashlib
 import logging
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from llmc.runtime.host import disk_cache
-from llmc.strict import open_regular
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +40,11 @@ class Kernels:
         self._library, self._engine, self._file = library, engine, file
         self._native = engine.create_runtime_config().create_runtime_cache()
         self._known = 0
-        with suppress(OSError, ValueError), open_regular(file) as opened:
-            content = opened.read()
-            if self._native.deserialize(content):
-                self._known = len(content)
-            else:
-                log.info("%s is not for this GPU and driver", file)
+        content = disk_cache.read_file(file)
+        if content and self._native.deserialize(content):
+            self._known = len(content)
+        elif content:
+            log.info("%s is damaged, or not for this GPU and driver: it is ignored", file)
         if not self._known:
             log.info("kernels are compiled while the engine loads; later loads find them in %s", file)
 
@@ -63,13 +60,6 @@ class Kernels:
     def save(self) -> None:
         """Write the kernels where they are kept, if their size has changed; without them the next start is slower."""
         content = bytes(self._native.serialize() or b"")
-        if len(content) in (0, self._known):
-            return
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with disk_cache.write_entry(self._file) as staging:
-                staging.write_bytes(content)
+        if len(content) not in (0, self._known):
             self._known = len(content)
-            disk_cache.prune(KIND, KEPT_BYTES)
-        except OSError as error:
-            log.info("kernels cannot be kept (%s)", error)
+            disk_cache.keep_file(self._file, content, KEPT_BYTES)
