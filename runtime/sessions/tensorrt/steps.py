@@ -16,8 +16,8 @@ from llmc.runtime.sessions.tensorrt.engine import Context
 
 log = logging.getLogger(__name__)
 
-# Steps that are kept with their recordings: one for each number of rows, up to 8 of them, in two buckets. A recorded one
-# may hold 13 MB of the GPU's memory in a model of 16 layers, which the memory plan counts.
+# Steps that are kept with their recordings: one for each of 1 to 8 rows, in two buckets. The memory plan counts 6 MB of
+# the GPU's memory for each in a model of 16 layers; a board of 8 GB has none for many more.
 KEPT_STEPS = 16
 # A longer call keeps the device busy for so long that queueing its kernels one by one costs nothing.
 RECORDED_TOKENS = 16

@@ -13,7 +13,7 @@ from doubles.plans import PLAN
 
 from llmc.bundle import Limits, Profile, Recipe
 from llmc.optimize.build import build
-from llmc.optimize.plan.device import KERNELS, RECORDED_KERNEL, device_plan, with_engine
+from llmc.optimize.plan.device import RECORDED_LAYER, device_plan, with_engine
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import capabilities
@@ -49,7 +49,7 @@ def test_blocks_of_integers_are_expanded_one_matrix_at_a_time_for_cuda():
 
 def test_tensorrts_recorded_steps_are_planned():
     engine, graph = (device_plan(GEOMETRY, LIMITS, recipe(target, precision="fp16")) for target in ("tensorrt", "cuda"))
-    assert engine.workspace - graph.workspace == KEPT_STEPS * RECORDED_KERNEL * KERNELS * GEOMETRY.layers
+    assert engine.workspace - graph.workspace == KEPT_STEPS * RECORDED_LAYER * GEOMETRY.layers
 
 
 def test_an_engine_that_is_there_tells_its_weights_itself(tmp_path: Path):

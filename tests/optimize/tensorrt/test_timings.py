@@ -71,9 +71,7 @@ def test_timings_belong_to_a_version_a_platform_and_a_gpu():
     assert module.timings_file(replace(spec, gpu=replace(NANO, total_memory=1))) == module.timings_file(spec)
 
 
-def test_tensorrt_rtx_which_measures_nothing_is_given_none(
-    rtx: Any, decoder: Path, config: EngineConfig, kept: Path
-):
+def test_tensorrt_rtx_which_measures_nothing_is_given_none(rtx: Any, decoder: Path, config: EngineConfig, kept: Path):
     native = rtx.Builder(logger(rtx).native).create_builder_config()
     with pytest.warns(DeprecationWarning, match="Timing cache operations are no-ops"):
         native.get_timing_cache()

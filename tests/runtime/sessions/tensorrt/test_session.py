@@ -215,8 +215,8 @@ def test_steps_that_alternate_are_recorded(bundle: Callable[..., Any]):
         session._steps.records = records
         session.cache.reserve(3, 64)
         for past in range(5):
-            for rows in (1, 2, *([3] if past > 1 else [])):
-                found.append(decode(session, [past + 1] * rows, [past] * rows))
+            for rows in (1, 2, 3)[: 2 + (past > 1)]:
+                found += [decode(session, [past + 1] * rows, [past] * rows)]
             prefill(session, PROMPTS[2], row=2)  # two chunks of its own length
         counts = (setup.driver.calls["begin_capture"], setup.driver.calls["launch"])
         assert counts == ((3 + 2, 3 + 3 + 1 + 3 + 3) if records else (0, 0))
