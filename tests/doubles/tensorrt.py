@@ -144,16 +144,6 @@ class FakeTensorRT:
         self.contexts: list[Context] = []
         self.runtimes: list[Runtime] = []
 
-    def unlisted(self) -> str:
-        """What TensorRT-RTX says of a GPU that it does not list; nothing of any other, nor what TensorRT says."""
-        if not hasattr(self, "ComputeCapability"):
-            return ""
-        here = int(self.driver.device.compute_capability.replace(".", ""))
-        known = [gpu.value for gpu in self.ComputeCapability]
-        if here in known or here > max(known):
-            return ""
-        return f"The engine cannot run on this GPU, which has compute capability {here / 10}"
-
     def Runtime(self, logger: Any) -> "Runtime":
         """What loads engines."""
         if not self.starts:
@@ -168,7 +158,6 @@ class Runtime:
 
     def __init__(self, library: FakeTensorRT, logger: Any) -> None:
         self._library, self._logger = library, logger
-        self.engine_host_code_allowed = False
 
     def deserialize_cuda_engine(self, serialized: Any) -> "Engine | None":
         """The engine, or None with a logged error."""
@@ -177,7 +166,6 @@ class Runtime:
         except ValueError:
             content = {}
         reason = self._library.refuses or ("" if content.get("magic") == MAGIC else "the magic tag does not match")
-        reason = reason or self._library.unlisted()
         if reason:
             self._logger.log(Severity.ERROR, f"IRuntime::deserializeCudaEngine: Error Code 1: {reason}")
             return None

@@ -120,8 +120,10 @@ class TensorRTSession(DeviceSession):
 
     def _save_kernels(self, calls: Sequence[Call]) -> None:
         """Save kernels at once when decode steps of new shapes were run: a service may be killed, and never closes."""
+        if not self._engine.compiles_kernels:
+            return
         shapes = {(call.rows, call.attended) for call in calls if call.profile == DECODE}
-        if self._engine.compiles_kernels and not shapes <= self._compiled:
+        if not shapes <= self._compiled:
             self._compiled |= shapes
             self._engine.save_kernels()
 

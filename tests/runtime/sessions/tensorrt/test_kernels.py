@@ -11,7 +11,7 @@ import pytest
 from doubles.cuda import SERVER, FakeDriver
 from doubles.tensorrt import FakeTensorRT, KernelStrategy, RuntimeCache
 
-from llmc.errors import GpuError
+from llmc.errors import GpuError, LlmcError, ResourceError
 from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.sessions.tensorrt import kernels as module
 
@@ -130,3 +130,17 @@ def test_kept_kernels_that_are_damaged_or_foreign_are_compiled_anew(
     assert np.array_equal(used(again), used(bundle()))
     assert len(again.library.compiled) == 3
     assert file.read_bytes() == good
+
+
+@pytest.mark.parametrize(("allocation", "run", "error"), [(8, 0, ResourceError), (0, 2, GpuError)])
+def test_a_load_that_fails_while_kernels_are_compiled_leaves_nothing_behind(
+    bundle: Callable[..., Any], allocation: int, run: int, error: type[LlmcError]
+):
+    """No memory is left for the cache, or the engine fails."""
+    setup = compiling(bundle())
+    setup.driver.fail_alloc, setup.library.fails_at = allocation, run
+    with pytest.raises(error, match="failed"):
+        setup.open()
+    assert setup.library.contexts != []
+    assert setup.driver.leaks == []
+    assert setup.driver.closed
