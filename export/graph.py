@@ -151,8 +151,14 @@ def trace(
     tensors: Mapping[str, StoredTensor],
     arguments: tuple[Any, ...],
     shapes: tuple[Any, ...],
+    *,
+    decompose: bool = False,
 ) -> ir.Model:
-    """A module, whose parameters have the types of ``tensors``, as torch exports it, with whatever names."""
+    """A module, whose parameters have the types of ``tensors``, as torch exports it, with whatever names.
+
+    ``decompose``: let torch trace the graph a second time. This takes two thirds of an export and changes nothing where
+    every operator has an ONNX form and every size of a view is that of an axis, or a number.
+    """
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
         module = make().eval()
         parameters = dict(module.named_parameters())
@@ -163,9 +169,8 @@ def trace(
         }
         module.load_state_dict(fakes, assign=True)
         exported = torch.export.export(module, arguments, dynamic_shapes=shapes, strict=False)
-        # Our modules use only operators that have an ONNX form, so the graph that torch would make by tracing them a
-        # second time, which takes two thirds of an export, is the same. An operator without a form is an error.
-        setattr(exported, "run_decompositions", lambda _table: exported)  # noqa: B010
+        if not decompose:
+            setattr(exported, "run_decompositions", lambda _table: exported)  # noqa: B010
         program = torch.onnx.export(
             exported,
             opset_version=ops.OPSET,
