@@ -49,6 +49,7 @@ ROWS: dict[str, Logits] = {
     "far apart": (spread(1.0) * 1e37).astype(np.float32),
     "a small vocabulary": spread(2.0)[:200],
 }
+XTC: dict[str, Any] = {"xtc_probability": 0.7, "xtc_threshold": 0.05}
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     **{f"top_k {k}": {"top_k": k} for k in (1, 20, 255, 256, 1000)},
@@ -61,20 +62,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hot min_p": {"min_p": 0.02, "temperature": 1.5},
     "top_p and min_p": {"top_p": 0.99, "min_p": 0.05},
     "published for Qwen": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.01},
-    "all cuts": {
-        "top_k": 50,
-        "top_p": 0.9,
-        "min_p": 0.01,
-        "typical_p": 0.9,
-        "top_n_sigma": 2.0,
-        "xtc_probability": 0.7,
-    },
-    "late cuts": {"top_p": 0.7, "typical_p": 0.8, "xtc_probability": 0.7, "xtc_threshold": 0.05},
+    "all cuts": {"top_k": 50, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.9, "top_n_sigma": 2.0, **XTC},
+    "late cuts": {"top_p": 0.7, "typical_p": 0.8, **XTC},
     "none": {},
     "temperature": {"temperature": 0.8},
     "typical_p": {"typical_p": 0.5},
     "top_n_sigma": {"top_n_sigma": 1.5},
-    "xtc": {"xtc_probability": 0.7},
+    "xtc": XTC,
     "mirostat": {"mirostat": 2},
     "penalty": {"repetition_penalty": 1.3, "top_k": 20},
     "ban": {"banned_tokens": tuple(range(0, 200, 2)), "temperature": 0.0},
@@ -85,15 +79,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 ENOUGH = [
     *((row, "greedy") for row in ROWS if row not in ("a tie of 400 at the top", "all equal")),
     *((row, name) for row in ("peaked", "usual", "far apart") for name in ("top_k 20", "published for Qwen", "min_p")),
-    *(("usual", name) for name in ("top_k 255", "top_p 0.5", "temperature 0.7, top_p 0.8", "all cuts", "logprobs")),
-    *(("peaked", name) for name in ("top_p 0.9", "temperature 1.3, top_p 0.8", "top_p and min_p", "late cuts", "cold")),
+    *(("usual", name) for name in ("top_k 255", "top_p 0.5", "temperature 0.3, top_p 0.8", "all cuts", "logprobs")),
+    *(("peaked", name) for name in ("top_p 0.9", "temperature 0.7, top_p 0.8", "top_p and min_p", "late cuts", "cold")),
     ("40 possible", "top_p 0.9"),
     ("usual", "drawn logprobs"),
 ]
 
 
 class Device:
-    """A row that stays where it is until it is asked for; ``shuffle`` orders equal candidates at random."""
+    """A row that stays where it is until it is asked for. Of equal tokens any may be the first, and the last one."""
 
     def __init__(self, row: Logits) -> None:
         self.row = row
