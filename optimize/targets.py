@@ -73,7 +73,7 @@ TARGETS = {
         precisions=("fp16", "int8", "int4", "fp32"),
         # 1.28 dequantizes rows of a tied embedding without zero points wrongly (onnxruntime issue 31692). 1.31.1 ranks
         # a row in many blocks of threads; one block took 1.36 ms for 16 of 248,320 (onnxruntime pull request 32404).
-        caches={"float16": "1.31", "float32": "1.31"},
+        caches={"float16": "1.31.1", "float32": "1.31.1"},
         computes=("float16", "float32"),
         phases=("shared",),
         activations=("none",),
