@@ -1,7 +1,7 @@
 """Inputs and outputs of a call on the device: where they lie in memory that never moves, and how they get there.
 
-All inputs go up in one copy and all outputs come down in one, from and to pinned memory. On an integrated GPU the
-device works on the pinned memory itself.
+All inputs go up in one copy and the candidates of all rows come down in one, from and to pinned memory; so do logits,
+where they are asked for. On an integrated GPU the device works on the pinned memory itself.
 """
 
 from collections.abc import Callable, Mapping

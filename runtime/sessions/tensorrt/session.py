@@ -1,7 +1,8 @@
 """TensorRT and TensorRT-RTX on a GPU: one engine with a profile for decode and one for prefill, over a cache on the
 device.
 
-A decode step writes a few integers into pinned memory, launches one recorded graph, waits, and reads logits in place.
+A decode step writes a few integers into pinned memory, launches one recorded graph, waits, and reads the most probable
+tokens in place.
 Not run on a GPU yet: tests run this session on doubles of CUDA and TensorRT that enforce their rules.
 """
 

@@ -1,7 +1,7 @@
 """One call of TensorRT's on the device: how it is queued, and how it is recorded and replayed.
 
-Inputs go up in one copy and outputs come down in one, from and to memory that never moves; so a whole step, copies
-included, can be recorded as a CUDA graph.
+Inputs go up in one copy and candidates come down in one, from and to memory that never moves; so a whole step, copies
+included, can be recorded as a CUDA graph. Logits are copied after it, where they are asked for.
 """
 
 import logging
