@@ -58,7 +58,7 @@ def inputs_of(rows: int, sequence: int, outputs: int) -> dict[str, Part]:
 
 
 def outputs_of(rows: int, outputs: int, vocab_size: int) -> dict[str, Part]:
-    """What every call hands over, and behind it the logits, which stay where they are unless they are asked for."""
+    """Places of the candidates, which every call hands over, and behind them of the logits, which may stay there."""
     count = min(MOST_CANDIDATES, vocab_size)
     return lay_out(
         {
@@ -107,7 +107,7 @@ class Block:
 
 
 class Outputs:
-    """What a call gives, at ``places`` of :func:`outputs_of` in ``block``: candidates come down with every call."""
+    """The outputs of a call, at ``places`` of :func:`outputs_of` in ``block``; candidates come down with every call."""
 
     def __init__(self, block: Block, places: Mapping[str, Part]) -> None:
         self._block, self._place = block, places["logits"]
