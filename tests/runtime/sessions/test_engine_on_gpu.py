@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from doubles.speculators import Always
 
 from llmc.errors import EngineClosedError, GpuError, LlmcError
 from llmc.runtime.api.options import EngineOptions
@@ -57,7 +58,9 @@ def serve(tiny_tokenizer: Tokenizer) -> Iterator[Callable[..., tuple[Engine, lis
     """Serves requests, all of them there before the first step, on a setup's session; their tokens or errors."""
     engines: list[tuple[Engine, Any]] = []
 
-    def outcomes(setup: Any, asked: list[Request], session: Any = None) -> tuple[Engine, list[Any]]:
+    def outcomes(
+        setup: Any, asked: list[Request], session: Any = None, drafter: Any = None
+    ) -> tuple[Engine, list[Any]]:
         opened = session or setup.open()
         engine = Engine(
             opened,
@@ -68,6 +71,7 @@ def serve(tiny_tokenizer: Tokenizer) -> Iterator[Callable[..., tuple[Engine, lis
             options=EngineOptions(),
             memory=1 << 40,
             prefixes=PrefixCache("gpu", block=4, max_bytes=1 << 20),
+            drafter=drafter,
         )
         engines.append((engine, opened))
         handles: list[Any] = []
@@ -98,6 +102,40 @@ def test_tokens_are_those_of_whole_rows_of_onnx_runtime_on_the_same_graph(
         found, wanted = serve(setup, group, session)[1], serve(setup, group, reference)[1]
         assert found == wanted
         assert not any(isinstance(item, LlmcError) for item in found)
+
+
+class Known:
+    """Drafts what is known to come, with every fourth token wrong."""
+
+    costs_by_token = False
+
+    def __init__(self, known: list[int]) -> None:
+        self._known = [token if place % 4 else 0 for place, token in enumerate(known)]
+        self.steps = 0
+
+    def propose(self, key: int, tokens: list[int], count: int) -> list[int]:
+        self.steps += 1
+        return self._known[len(tokens) : len(tokens) + count]
+
+    def forget(self, key: int) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+@pytest.mark.parametrize("given", [SETTINGS[0], SETTINGS[1], {"top_p": 0.999, "seed": 4}, {"seed": 6}], ids=str)
+def test_drafts_are_verified_by_candidates_as_by_whole_rows(
+    bundle: Callable[..., Any], serve: Any, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+):
+    setup = bundle()
+    [request] = requests([given])
+    _, [[wanted]] = serve(setup, [request], setup.reference())
+    monkeypatch.setattr("llmc.runtime.speculation.speculator.Speculator", Always)
+    drafter = Known([*request.prompt, *wanted])
+    _, [[found]] = serve(setup, [request], drafter=drafter)
+    assert found == wanted
+    assert 0 < drafter.steps < len(wanted) - 1
 
 
 def test_candidates_of_other_tokens_give_other_tokens(bundle: Callable[..., Any], serve: Any, monkeypatch: Any):
