@@ -272,6 +272,14 @@ def test_fuse_skip_norms_leaves_a_norm_of_something_else(exported, lowered):
 # -------------------------------------------------------------------------------------------------------- near misses
 
 
+def test_a_graph_whose_logits_have_another_name_has_nothing_to_rank(exported, lowered):
+    lowering = lowered(exported(WINDOW).export, Float32(), "float32").before("rank logits")
+    [logits] = [value for value in lowering.graph.outputs if value.name == "logits"]
+    logits.name = "scores"
+    assert lowering.apply("rank logits") == 0
+    assert not lowering.nodes("TopK")
+
+
 @pytest.mark.parametrize("form", [Static(), WeightOnly(Grid(8))], ids=str)
 def test_a_form_without_a_kernel_is_refused_by_name(exported, lowered, form):
     with pytest.raises(BuildError, match=r"qkv_proj|q_proj is to be stored as .*; expected fp32, fp16, int8 or int4"):
