@@ -76,6 +76,9 @@ class EngineConfig:
             workspace of an integrated GPU to what its attention needs.
         log: file with every warning of the library's, in its words.
         flags: for the library's compiler, by the GPU and the library's version; see ``llmc.optimize.tensorrt.flags``.
+        attention: ``fused``: one kernel of the library's for each attention, in both profiles; ``decomposed``: for some
+            attention, in some profile, it has no such kernel and may use several (it does not say for which);
+            ``basic``: the graph has basic operators in place of attention; empty where no engine was built.
     """
 
     file: str
@@ -90,6 +93,7 @@ class EngineConfig:
     optimization_level: Annotated[int, range(6)] | None = None
     log: str = ""
     flags: str = ""
+    attention: str = ""
 
     @property
     def gpus(self) -> str:

@@ -38,7 +38,7 @@ def compile_engine(spec: EngineSpec, graph: Path, geometry: Geometry, progress: 
     if notable := remarks(report.messages):
         log.warning("%s warned while it built (%s); all is in %s", spec.library.__name__, notable[0], LOG_FILE)
     (folder / LOG_FILE).write_text(transcript(report.messages), encoding="utf-8")
-    return replace(config, file=ENGINE_FILE, log=LOG_FILE)
+    return replace(config, file=ENGINE_FILE, log=LOG_FILE, attention=report.attention)
 
 
 def estimate_workspace(config: EngineConfig, geometry: Geometry) -> int:
