@@ -79,6 +79,8 @@ class EngineConfig:
         attention: ``fused``: one kernel of the library's for each attention, in both profiles; ``decomposed``: for some
             attention, in some profile, it has no such kernel and may use several (it does not say for which);
             ``basic``: the graph has basic operators in place of attention; empty where no engine was built.
+        border: type of query, keys and values at attention's border, where it is not ``compute``: ``float32`` after an
+            engine without did not repeat the golden prompts on its GPU.
     """
 
     file: str
@@ -94,6 +96,7 @@ class EngineConfig:
     log: str = ""
     flags: str = ""
     attention: str = ""
+    border: str = ""
 
     @property
     def gpus(self) -> str:

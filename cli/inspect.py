@@ -174,6 +174,11 @@ def engine_of(target: Target) -> str:
     return f"{target.engine} {target.engine_version} (needs {target.engine_minimum} or newer)"
 
 
+def describe_attention(engine: EngineConfig) -> str:
+    wide = f", with {engine.border} at its border" if engine.border else ""
+    return ATTENTION.get(engine.attention, engine.attention) + wide
+
+
 def engine_rows(engine: EngineConfig) -> list[tuple[str, str]]:
     gpus = f"{engine.platform}, compute capability {engine.gpus}"
     decode, prefill = engine.decode, engine.prefill
@@ -182,7 +187,7 @@ def engine_rows(engine: EngineConfig) -> list[tuple[str, str]]:
         ("engine runs on", gpus if engine.file else "the machine that it will be built on"),
         ("computes in", engine.compute),
         *([("compiler flags", engine.flags)] if engine.flags else []),
-        *([("attention", ATTENTION.get(engine.attention, engine.attention))] if engine.attention else []),
+        *([("attention", describe_attention(engine))] if engine.attention else []),
         ("buckets", f"{', '.join(map(str, engine.buckets))} positions"),
         (
             "calls",
