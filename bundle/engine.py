@@ -118,4 +118,5 @@ class EngineConfig:
         decode, prefill = Profile(max_batch, 1, 1), (self.prefill.batch, self.prefill.sequence)
         profiles = self.decode == decode and prefill == (1, prefill_chunk) and 0 < self.prefill.outputs <= prefill_chunk
         gpus = all(re.fullmatch(r"\d+\.\d+", gpu, re.ASCII) for gpu in self.compute_capabilities)
-        return rising and self.buckets[-1] >= max_context and profiles and gpus and self.workspace != 0
+        known = self.border in ("", "float32")
+        return known and rising and self.buckets[-1] >= max_context and profiles and gpus and self.workspace != 0

@@ -99,14 +99,15 @@ def replay(
     *,
     limit: int | None = None,
     prompts: int | None = None,
+    long: bool = True,
 ) -> VerifyReport:
     """Run the golden prompts on a loaded bundle: the ``prompts`` shortest, with up to ``limit`` tokens after each; all
-    of them by default."""
+    of them by default. Without ``long`` leave out those that are long."""
     if model.manifest.geometry.encoder:
         return _replay_vectors(model, progress, prompts)
     if model.manifest.geometry.head:
         return _replay_head(model)
-    cases = model.manifest.golden
+    cases = tuple(case for case in model.manifest.golden if long or len(case.prompt) <= 2 * LONG_STEPS)
     if not cases:
         raise BundleError(f"{model.folder}: the manifest has no golden prompts; build the bundle again")
     largest, equal, compared = 0.0, 0, 0

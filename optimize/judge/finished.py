@@ -95,8 +95,7 @@ def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calib
     write_manifest(finished, folder)
     if verified != "float32":  # only a substitute was run and it is gone: the bundle itself cannot run here
         order.progress("replaying the golden prompts as a first load does")
-        on_cpu = verified == "cpu"  # where the long prompt was computed a moment ago
-        replay_apart(folder, emulate=on_cpu, prompts=len(golden.cases) if on_cpu else None)
+        replay_apart(folder, emulate=verified == "cpu")
     return finished
 
 

@@ -16,14 +16,14 @@ log = logging.getLogger(__name__)
 # imports. Its last line is JSON: the name of an error's class, or nothing, and a message.
 CODE = """
 import json, sys
-path, folder, emulate, prompts = map(json.loads, sys.argv[1:])
+path, folder, emulate = map(json.loads, sys.argv[1:])
 sys.path[:] = path
 from llmc.errors import LlmcError
 from llmc.runtime import load
 from llmc.runtime.selftest import replay
 try:
     with load(folder, self_test=False, emulate=emulate) as model:
-        answer = "", f"logits differ by {replay(model, prompts=prompts).largest_difference:.2g}"
+        answer = "", f"logits differ by {replay(model, long=not emulate).largest_difference:.2g}"
 except LlmcError as error:
     answer = type(error).__name__, str(error).removeprefix(f"{folder}: ")
 print(json.dumps(answer))
@@ -35,10 +35,10 @@ class ReplayError(BuildError):
     """A finished bundle computes something else than it recorded."""
 
 
-def replay_apart(folder: Path, *, emulate: bool = False, prompts: int | None = None) -> None:
-    """Load a bundle in a fresh process and replay its golden prompts there, or the ``prompts`` shortest of them; with
-    ``emulate``, on the CPU. Raises ReplayError: the bundle is refused there."""
-    kind, message = _answer(folder, emulate, prompts)
+def replay_apart(folder: Path, *, emulate: bool = False) -> None:
+    """Load a bundle in a fresh process and replay its golden prompts there; with ``emulate``, the short ones on the CPU,
+    which has computed the long one a moment ago. Raises ReplayError: the bundle is refused there."""
+    kind, message = _answer(folder, emulate)
     log.debug("%s: %s", folder, message)
     if kind == BundleError.__name__:
         raise ReplayError(
@@ -49,8 +49,8 @@ def replay_apart(folder: Path, *, emulate: bool = False, prompts: int | None = N
         raise getattr(errors, kind)(message)
 
 
-def _answer(folder: Path, emulate: bool, prompts: int | None) -> tuple[str, str]:
-    command = [sys.executable, "-c", CODE, *map(json.dumps, (sys.path, str(folder), emulate, prompts))]
+def _answer(folder: Path, emulate: bool) -> tuple[str, str]:
+    command = [sys.executable, "-c", CODE, *map(json.dumps, (sys.path, str(folder), emulate))]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
     )

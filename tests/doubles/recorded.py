@@ -30,7 +30,7 @@ LAYERS = {
     "RMSNormalization": "NORMALIZATION",
 }
 RTX_VERSION = "1.7.1.116"
-NO_KERNEL = "Myelin (CHECK(composite_op->is_decomposable()) failed. Attention operation was not supported by a dedicated kernel."
+NO_KERNEL = "Error Code 1: Myelin (Attention operation was not supported by a dedicated kernel.)"
 
 
 @dataclass(frozen=True)

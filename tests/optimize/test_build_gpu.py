@@ -315,6 +315,32 @@ def test_on_its_gpu_a_bundle_is_verified_by_running_it(
     assert any(known.values()), "which calls compute the same bits is measured where it will run"
 
 
+def test_an_engine_that_its_gpu_refuses_is_built_with_another_border(
+    exported: Callable[[str], Any],
+    tmp_path: Path,
+    installed: Callable[..., RecordedLibrary],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The long golden prompt is computed by the CPU, and compared with the engine."""
+
+    def answer(folder: Path, emulate: bool) -> tuple[str, str]:
+        manifest = read_bundle(folder)
+        assert (emulate, len(manifest.golden[-1].prompt)) == (False, 32)
+        return ("", "") if engine_of(manifest).border else ("BundleError", "logits differ by 9")
+
+    installed(H200)
+    monkeypatch.setattr(
+        "llmc.optimize.judge.finished.load", lambda folder, **_: load(folder, self_test=False, emulate=True)
+    )
+    monkeypatch.setattr("llmc.optimize.judge.replay._answer", answer)
+    report = build(exported(TIED).export, tmp_path / "bundle", target="tensorrt", precision="fp16", **SMALL)
+    assert whole(report)
+    assert engine_of(report.manifest).border == "float32"
+    graph = onnx.load(tmp_path / "bundle" / "decoder.onnx", load_external_data=False).graph
+    casts = {node.output[0] for node in graph.node if node.op_type == "Cast"}
+    assert all(casts.issuperset(node.input[:3]) for node in graph.node if node.op_type == "Attention")
+
+
 # ------------------------------------------------------------------------------------------------------------ failures
 
 

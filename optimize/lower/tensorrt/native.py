@@ -60,9 +60,8 @@ def widen_attention(graph: ir.Graph, kind: ir.DataType) -> int:
     for node in attentions:
         emit = Emitter(node, f"{node.name}.float32", main="Attention")
         wide = [emit_conversion(emit, value, kind, ir.DataType.FLOAT) for value in node.inputs[:3] if value is not None]
-        replace(
-            node, emit_conversion(emit, emit("Attention", *wide, node.inputs[3], scale=1.0), ir.DataType.FLOAT, kind)
-        )
+        output = emit("Attention", *wide, node.inputs[3], scale=1.0)
+        replace(node, emit_conversion(emit, output, ir.DataType.FLOAT, kind))
     return len(attentions)
 
 

@@ -38,7 +38,7 @@ _DRIVER = "install NVIDIA's driver, or free the GPU if it is out of memory; llmc
 
 @dataclass(frozen=True)
 class Message:
-    """A message that a library logged; ``severity`` is INTERNAL_ERROR, ERROR, WARNING, or INFO for what was expected."""
+    """A message that a library logged; ``severity``: INTERNAL_ERROR, ERROR, WARNING, or INFO for what was expected."""
 
     severity: str
     text: str
