@@ -36,8 +36,11 @@ class ReplayError(BuildError):
 
 
 def replay_apart(folder: Path, *, emulate: bool = False) -> None:
-    """Load a bundle in a fresh process and replay its golden prompts there; with ``emulate``, the short ones on the CPU,
-    which has computed the long one a moment ago. Raises ReplayError: the bundle is refused there."""
+    """Load a bundle in a fresh process and replay its golden prompts there; with ``emulate``, short ones on the CPU.
+
+    Raises:
+        ReplayError: the bundle is refused there.
+    """
     kind, message = _answer(folder, emulate)
     log.debug("%s: %s", folder, message)
     if kind == BundleError.__name__:

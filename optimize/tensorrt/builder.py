@@ -21,6 +21,7 @@ from llmc.optimize.tensorrt.flags import use_flags
 from llmc.optimize.tensorrt.messages import failure, lacks_fused_attention
 from llmc.optimize.tensorrt.monitor import STEP, Monitor, Writer
 from llmc.optimize.tensorrt.network import Network, Ranges, profile_shapes, read_graph
+from llmc.optimize.tensorrt.sizes import check_size
 from llmc.optimize.tensorrt.spec import EngineSpec
 from llmc.runtime.sessions.tensorrt.library import INFO, Message, logger, make_object, nameable_gpus
 
@@ -105,6 +106,7 @@ def _build(work: _Work, said: list[Message], progress: Progress, *, may_decompos
         said += messages
         if failed:
             raise failure(f"building {work.output.name}", messages, work.spec.config.workspace)
+        check_size(staged.stat().st_size, work.network.graph)
         staged.replace(work.output)
     except OSError as error:
         raise ResourceError(f"{work.output} cannot be written ({error.strerror})") from error

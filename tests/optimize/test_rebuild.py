@@ -208,7 +208,7 @@ def test_an_engine_that_is_wrong_with_any_border_is_refused(
     before = contents(folder)
     machine(H200)
     spoil(monkeypatch, ("", "float32"))
-    with pytest.raises(BundleError, match=r"logits differ by [78]\."):
+    with pytest.raises(BundleError, match=r"logits differ by 8 "):
         rebuild(folder, folder, force=True)
     assert contents(folder) == before
 
