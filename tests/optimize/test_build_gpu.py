@@ -30,6 +30,8 @@ from llmc.runtime.model import verify
 
 UNTIED, TIED = "llama-biases", "qwen2-tied-bf16"
 SMALL = {"max_context": 64, "max_batch": 2}
+# Tokens of the answers to golden prompts, the last of which is the long one of bundles with an engine.
+ANSWERED = 4 * 16 + 32
 DEFERRED = EngineRequest(deferred=True)
 # One layer kind in more bits than the others, and the head too.
 INT4 = Request(precision="int4", head="int8", layers={"*.mlp.down_proj": "int8"})
@@ -116,12 +118,12 @@ def test_a_bundle_with_an_engine_is_whole_and_says_what_it_is(engine_bundle: Bui
     assert manifest.device == dataclasses.replace(planned, weights=manifest.files["engine.plan"].size)
     assert (manifest.memory.weights, manifest.memory.cache_per_token) == (0, 0)
     assert manifest.graphs["prefill"] == manifest.graphs["decode"]
-    assert len(manifest.golden) == 4
+    assert len(manifest.golden) == 5
 
 
 def test_it_verifies_on_the_cpu_token_by_token(engine_bundle: BuildReport):
     report = verify(engine_bundle.output, emulate=True)
-    assert (report.prompts, report.tokens, report.equal_tokens) == (4, 64, 64)
+    assert (report.prompts, report.tokens, report.equal_tokens) == (5, ANSWERED, ANSWERED)
     assert report.largest_difference < 1e-5
 
 
@@ -151,7 +153,7 @@ def test_every_precision_is_judged_on_the_cpu(exported: Callable[[str], Any], tm
     assert plan.verified == ("float32" if precision == "bf16" else "cpu"), "no CPU computes in bfloat16"
     assert report.manifest.target.engine_version == "none"
     if precision != "bf16":
-        assert verify(output, emulate=True).equal_tokens == 64
+        assert verify(output, emulate=True).equal_tokens == ANSWERED
     opset = {
         entry.domain: entry.version
         for entry in onnx.load(output / "decoder.onnx", load_external_data=False).opset_import
@@ -205,7 +207,7 @@ def test_bfloat16_is_judged_by_a_twin_in_float32_of_which_nothing_stays(
     assert whole(report), "neither in the folder nor in the manifest"
     assert (report.manifest.recipe.compute, report.manifest.cache) == ("bfloat16", "bfloat16")
     assert engine_of(report.manifest).verified == "float32"
-    assert len(report.manifest.golden) == 4
+    assert len(report.manifest.golden) == 5
     with pytest.raises(GpuError, match="a bundle in bfloat16 cannot be run on a CPU"):
         verify(output, emulate=True)
 
@@ -224,7 +226,7 @@ def test_static_activations_are_calibrated(reads_text: Path, tmp_path: Path):
     assert len(rounded) >= 4 * report.manifest.geometry.layers, "one for each activation that linears read"
     known = {tensor.name for tensor in graph.initializer}
     assert all(node.input[1] in known for node in rounded), "TensorRT takes no scale that is computed"
-    assert verify(report.output, emulate=True).equal_tokens == 64
+    assert verify(report.output, emulate=True).equal_tokens == ANSWERED
 
 
 # -------------------------------------------------------------------------------------------------------------- budget
