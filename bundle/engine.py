@@ -80,7 +80,7 @@ class EngineConfig:
             attention, in some profile, it has no such kernel and may use several (it does not say for which);
             ``basic``: the graph has basic operators in place of attention; empty where no engine was built.
         border: type of query, keys and values at attention's border, where it is not ``compute``: ``float32`` after an
-            engine without did not repeat the golden prompts on its GPU.
+            engine without it was judged to be wrong on its GPU.
     """
 
     file: str

@@ -24,11 +24,10 @@ from llmc.bundle import (
     Target,
     write_chunks,
 )
-from llmc.errors import BuildError, UsageError
+from llmc.errors import BuildError, BundleError, UsageError
 from llmc.optimize.calibrate.request import CalibrationRequest, calibrate_weights, check_windows
 from llmc.optimize.graphs import build_graphs
 from llmc.optimize.judge.finished import judge_decoder, judge_encoder, judge_head, least_tolerance
-from llmc.optimize.judge.replay import ReplayError
 from llmc.optimize.lower.context import check_patterns
 from llmc.optimize.lower.onnxruntime.attention import check_head_sizes
 from llmc.optimize.order import Order, check_places, runs_here, take_order
@@ -194,8 +193,7 @@ def _fill(order: Order, folder: Path) -> Manifest:
 def _judge_engine(
     order: Order, folder: Path, graphs: dict[str, Graph], engine: EngineConfig, weights: Calibrated
 ) -> Manifest:
-    """Judge an engine on its GPU; one that does not repeat the golden prompts is compiled again, with another border
-    of attention."""
+    """Judge an engine on its GPU; one that does not pass is compiled again, with another border of attention."""
     from llmc.optimize.tensorrt.engine import compile_engine
     from llmc.optimize.tensorrt.ladder import rewrite_border, try_borders
 
@@ -211,7 +209,7 @@ def _judge_engine(
         manifest = _manifest(order, graphs, replace(made, border=border), folder)
         return judge_decoder(order, folder, manifest, weights)
 
-    return try_borders(engine, attempt, ReplayError)
+    return try_borders(engine, attempt, (BuildError, BundleError))
 
 
 def _manifest(order: Order, graphs: dict[str, Graph], engine: EngineConfig | None, folder: Path) -> Manifest:

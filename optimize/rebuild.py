@@ -101,10 +101,10 @@ def _rebuild_engine(source: Path, manifest: Manifest, old: EngineConfig, folder:
     def attempt(border: str) -> Manifest:
         return _compile(spec, manifest, replace(old, border=border), folder, progress)
 
-    return try_borders(old, attempt, WrongEngineError)
+    return try_borders(old, attempt, (_WrongEngineError,))
 
 
-class WrongEngineError(BundleError):
+class _WrongEngineError(BundleError):
     """An engine on its GPU computes something else than the bundle recorded."""
 
 
@@ -143,11 +143,12 @@ def _replay(folder: Path, made: Manifest, *, here: bool, progress: Progress) -> 
         return None
     try:
         with load(folder, self_test=False, emulate=not here) as model:
-            replay(model, progress)
+            try:
+                replay(model, progress)
+            except BundleError as error:
+                raise (_WrongEngineError(str(error)) if here else error) from error
             if here:
                 check_rows(model.runner.session, made)
-    except BundleError as error:
-        raise (WrongEngineError(str(error)) if here else error) from error
     except (GpuError, MissingExtraError, ResourceError) as error:
         if here:
             raise

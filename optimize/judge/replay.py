@@ -31,20 +31,12 @@ print(json.dumps(answer))
 KILLED = -9
 
 
-class ReplayError(BuildError):
-    """A finished bundle computes something else than it recorded."""
-
-
 def replay_apart(folder: Path, *, emulate: bool = False) -> None:
-    """Load a bundle in a fresh process and replay its golden prompts there; with ``emulate``, short ones on the CPU.
-
-    Raises:
-        ReplayError: the bundle is refused there.
-    """
+    """Load a bundle in a fresh process and replay its golden prompts there; with ``emulate``, short ones on the CPU."""
     kind, message = _answer(folder, emulate)
     log.debug("%s: %s", folder, message)
     if kind == BundleError.__name__:
-        raise ReplayError(
+        raise BuildError(
             f"a process that loads the finished bundle refuses it ({message}); nothing was published: build it again, "
             "with --int8 or --fp32 if it stays so"
         )

@@ -1,4 +1,4 @@
-"""Ways to compute attention, tried one after the other until an engine repeats the golden prompts on its GPU.
+"""Ways to compute attention, tried one after the other until an engine is judged to be right on its GPU.
 
 NVIDIA measured masked float16 attention of TensorRT 11.2 wrong at 1,290 positions (Model-Connect 785); with query, keys
 and values in float32 at its border it was right. Never run on a GPU.
@@ -17,6 +17,7 @@ from llmc.errors import LlmcError
 from llmc.optimize.lower.context import ARRAY_TYPES
 from llmc.optimize.lower.rewrite import read_graph, write_part
 from llmc.optimize.lower.tensorrt.native import widen_attention
+from llmc.optimize.tensorrt.builder import BASIC
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -25,13 +26,14 @@ T = TypeVar("T")
 BORDERS: dict[str, Callable[[ir.Graph, ir.DataType], int] | None] = {"": None, "float32": widen_attention}
 
 
-def try_borders(engine: EngineConfig, attempt: Callable[[str], T], wrong: type[LlmcError]) -> T:
+def try_borders(engine: EngineConfig, attempt: Callable[[str], T], wrong: tuple[type[LlmcError], ...]) -> T:
     """The result of ``attempt`` with the first border that does not raise ``wrong``, from the engine's own border on.
 
     The last border's error is raised.
     """
     names = list(BORDERS)
-    left = names[names.index(engine.border) :] if engine.compute != "float32" else [engine.border]
+    alike = engine.compute == "float32" or engine.attention == BASIC
+    left = [engine.border] if alike else names[names.index(engine.border) :]
     for border in left[:-1]:
         try:
             return attempt(border)
