@@ -187,7 +187,7 @@ def engine_rows(engine: EngineConfig) -> list[tuple[str, str]]:
         ("engine runs on", gpus if engine.file else "the machine that it will be built on"),
         ("computes in", engine.compute),
         *([("compiler flags", engine.flags)] if engine.flags else []),
-        *([("attention", describe_attention(engine))] if engine.attention else []),
+        *([("engine attention", describe_attention(engine))] if engine.attention else []),
         ("buckets", f"{', '.join(map(str, engine.buckets))} positions"),
         (
             "calls",

@@ -239,7 +239,7 @@ def test_inspect_shows_the_engine_in_words(llmc: Any, save: Callable[..., Path])
     assert shown["GPU memory at 512 tokens x 1"] == (
         "994.0 MB = 400.0 MB context + 50.0 MB weights + 30.0 MB workspace + 512.0 MB cache + 2.0 MB logits"
     )
-    assert {"compiler flags", "attention"}.isdisjoint(shown)
+    assert {"compiler flags", "engine attention"}.isdisjoint(shown)
 
 
 @pytest.mark.parametrize(
@@ -255,4 +255,4 @@ def test_inspect_shows_the_engine_in_words(llmc: Any, save: Callable[..., Path])
     ],
 )
 def test_inspect_shows_how_attention_is_computed(llmc: Any, save: Callable[..., Path], changes: Any, words: str):
-    assert rows(llmc("inspect", save(**changes)).out)["attention"].startswith(words)
+    assert rows(llmc("inspect", save(**changes)).out)["engine attention"].startswith(words)
