@@ -23,6 +23,7 @@ from llmc.optimize.tensorrt.monitor import STEP, Monitor, Writer
 from llmc.optimize.tensorrt.network import Network, Ranges, profile_shapes, read_graph
 from llmc.optimize.tensorrt.sizes import check_size
 from llmc.optimize.tensorrt.spec import EngineSpec
+from llmc.optimize.tensorrt.timings import keep_timings
 from llmc.runtime.sessions.tensorrt.library import INFO, Message, logger, make_object, nameable_gpus
 
 PARSING = "reading the graph"
@@ -97,7 +98,7 @@ def _build(work: _Work, said: list[Message], progress: Progress, *, may_decompos
     config = _config(work, monitor)
     staged = work.output.with_name(f".{work.output.name}.part")
     try:
-        with logger(work.spec.library).collect_messages() as messages:
+        with keep_timings(work.spec, config), logger(work.spec.library).collect_messages() as messages:
             built = monitor.watch(partial(_serialize, work, config, staged))
         failed = not built or any(message.severity == "INTERNAL_ERROR" for message in messages)
         if failed and not may_decompose and lacks_fused_attention(messages):

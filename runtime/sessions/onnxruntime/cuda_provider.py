@@ -48,7 +48,7 @@ NO_MEMORY = ("Failed to allocate memory", "out of memory", "bad_alloc", "CUBLAS_
 def _reinstall() -> str:
     return (
         f"pip uninstall onnxruntime onnxruntime-gpu, then {install_command('gpu')} (the two packages overwrite each "
-        "other; on Jetson take onnxruntime-gpu from NVIDIA's index)"
+        "other; a Jetson has no wheel: build for the target tensorrt or cpu)"
     )
 
 
