@@ -32,6 +32,7 @@ static size_t text_used, text_size, taken;
 static Block *blocks;
 static Kernel *kernels[BUCKETS];
 static Stream default_stream, *capturing;
+static int failure; /* what every kernel and every wait returns from now on */
 
 /* ---------------------------------------------------------------------------------------- what the tests read */
 
@@ -53,6 +54,8 @@ static void say(const char *format, ...) {
 const char *null_cuda_log(void) { return text ? text : ""; }
 
 void null_cuda_clear(void) { if (text) text[text_used = 0] = 0; }
+
+void null_cuda_fail(int code) { failure = code; }
 
 static long setting(const char *name, long usual) { const char *set = getenv(name); return set ? atol(set) : usual; }
 
@@ -117,6 +120,7 @@ int cudaStreamDestroy(void *stream) { free(stream); return SUCCESS; }
 
 int cudaStreamSynchronize(void *stream) {
     say("synchronize %p", stream);
+    if (failure) return failure;
     return stream_of(stream)->captured || (capturing && capturing->mode == GLOBAL) ? forbidden("synchronize") : SUCCESS;
 }
 
@@ -345,7 +349,7 @@ int __cudaPopCallConfiguration(Extent *grid, Extent *block, size_t *shared, void
 }
 
 static int launch(const void *kernel, Extent grid, Extent block, void *stream) {
-    return submit(stream, named("kernel %s grid %u %u %u block %u", name_of(kernel), grid.x, grid.y, grid.z, block.x));
+    return failure ? failure : submit(stream, named("kernel %s grid %u %u %u block %u", name_of(kernel), grid.x, grid.y, grid.z, block.x));
 }
 
 int __cudaLaunchKernel(const void *kernel, Extent grid, Extent block, void **arguments, size_t shared, void *stream) {
@@ -427,7 +431,8 @@ int cudaGetDeviceProperties(char *properties, int device) {
 int cudaGetDevice(int *device) { *device = 0; return SUCCESS; }
 int cudaGetDeviceCount(int *count) { *count = 1; return SUCCESS; }
 int cudaDriverGetVersion(int *version) { *version = VERSION; return SUCCESS; }
-const char *cudaGetErrorName(int code) { return code == CAPTURE_UNSUPPORTED ? "cudaErrorStreamCaptureUnsupported" : "cudaError"; }
+int cudaGetLastError(void) { return failure; }
+const char *cudaGetErrorName(int code) { return code == NO_MEMORY ? "out of memory" : "an error"; }
 int cuDeviceGet(int *device, int number) { *device = number; return number ? 101 : SUCCESS; }
 int cuDeviceGetName(char *name, int size, int device) { (void)device; snprintf(name, (size_t)size, "null"); return SUCCESS; }
 int cuDeviceTotalMem(size_t *size, int device) { (void)device; *size = memory(); return SUCCESS; }
@@ -448,6 +453,9 @@ int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned
     return SUCCESS;
 }
 
+SAME(cudaPeekAtLastError, cudaGetLastError);
+SAME(cuDeviceTotalMem_v2, cuDeviceTotalMem);
+SAME(cuMemGetInfo_v2, cudaMemGetInfo);
 SAME(cudaRuntimeGetVersion, cudaDriverGetVersion);
 SAME(cudaGetErrorString, cudaGetErrorName);
 SAME(cuDriverGetVersion, cudaDriverGetVersion);
@@ -504,11 +512,11 @@ CREATE(cublasLtCreate) CREATE(cublasLtMatmulDescCreate) CREATE(cublasLtMatmulPre
 CREATE(cublasLtMatrixLayoutCreate) CREATE(cublasLtMatrixTransformDescCreate) CREATE(cudaMemPoolCreate)
 
 #define NOTHING(name) int name(void) { return SUCCESS; }
-NOTHING(cuInit) NOTHING(cuCtxSetCurrent) NOTHING(cuDevicePrimaryCtxRelease) NOTHING(cuGraphDestroy)
+NOTHING(cuInit) NOTHING(cuCtxSetCurrent) NOTHING(cuDevicePrimaryCtxRelease) NOTHING(cuDevicePrimaryCtxRelease_v2) NOTHING(cuGraphDestroy)
 NOTHING(cuTensorMapEncodeTiled) NOTHING(cudaEventRecord) NOTHING(cudaEventRecordWithFlags) NOTHING(cudaFuncSetAttribute)
-NOTHING(cudaGetLastError) NOTHING(cudaGraphDestroy) NOTHING(cudaKernelSetAttributeForDevice) NOTHING(cudaLibraryUnload)
+NOTHING(cudaGraphDestroy) NOTHING(cudaKernelSetAttributeForDevice) NOTHING(cudaLibraryUnload)
 NOTHING(cudaMemPoolDestroy) NOTHING(cudaMemPoolGetAttribute) NOTHING(cudaMemPoolSetAttribute) NOTHING(cudaMemPoolTrimTo)
-NOTHING(cudaPeekAtLastError) NOTHING(cudaSetDevice) NOTHING(cudaStreamWaitEvent) NOTHING(cublasSetMathMode)
+NOTHING(cudaSetDevice) NOTHING(cudaStreamWaitEvent) NOTHING(cublasSetMathMode)
 NOTHING(cublasDgeam) NOTHING(cublasSgeam) NOTHING(cublasScopy_v2) NOTHING(cublasSscal_v2) NOTHING(cublasSgetrfBatched)
 NOTHING(cublasDgetrfBatched) NOTHING(cublasSgetriBatched) NOTHING(cublasDgetriBatched) NOTHING(cublasLtDestroy)
 NOTHING(cublasLtMatmulAlgoInit) NOTHING(cublasLtMatmulAlgoConfigSetAttribute) NOTHING(cublasLtMatmulDescDestroy)
