@@ -17,6 +17,9 @@ class Capabilities:
     ``computes``: types of activations, the first one the default.
     ``phases``: how the two phases may share graphs, the first one the default for integers.
     ``activations``: how activations may be quantized, the first one the default.
+    ``asymmetric``: 4-bit weights may have zero points.
+    ``block``: inputs to a scale of 4-bit weights without zero points, which the engine's fast kernels take; 0: they take
+    any, and zero points.
     ``has_gpu``: bundles run on a GPU.
     ``ragged_rows``: the oldest engine whose attention takes several tokens in each of several rows, of any lengths;
     empty for none.
@@ -31,6 +34,7 @@ class Capabilities:
     phases: tuple[str, ...] = ("split", "shared")
     activations: tuple[str, ...] = ("per-token",)
     asymmetric: bool = True
+    block: int = 0
     has_gpu: bool = True
     ragged_rows: str = ""
     # On CPUs attention costs the square of a chunk, and activations of 512 tokens outgrow the caches: 256 is 5 % faster
@@ -53,6 +57,7 @@ def _tensorrt(name: str, minimum: str) -> Capabilities:
         phases=("single",),
         activations=("none", "static"),
         asymmetric=False,
+        block=128,  # TensorRT's kernels for 4 bits were only measured with these
     )
 
 
@@ -76,6 +81,7 @@ TARGETS = {
         computes=("float16", "float32"),
         phases=("shared",),
         activations=("none",),
+        block=32,  # see FAST_KERNELS in runtime/sessions/onnxruntime/cuda_provider.py
         chunk=2048,  # each call reads all weights, and a GPU computes faster than it reads; not measured
     ),
     "tensorrt": _tensorrt("tensorrt", "10.15"),

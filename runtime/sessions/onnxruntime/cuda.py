@@ -140,7 +140,7 @@ class CudaSession(DeviceSession):
         with self._memory_for(call) as blocks:
             binding = self._bind_call(call, blocks)
             binding.fill(batch)
-            binding.run(self._stream)
+            binding.run(self._driver, self._stream)
             self._driver.synchronize(self._stream)
             logits = binding.outputs["logits"][:, :wanted]
             self._logits = logits if blocks is self._blocks else logits.copy()
