@@ -16,7 +16,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-enum { SUCCESS = 0, INVALID = 1, NO_MEMORY = 2, NOT_FOUND = 500, CAPTURE_UNSUPPORTED = 900 };
+enum { SUCCESS = 0, INVALID = 1, NO_MEMORY = 2, ILLEGAL_STATE = 401, NOT_FOUND = 500, CAPTURE_UNSUPPORTED = 900 };
 enum { HOST = 1, DEVICE = 2, GLOBAL = 0, VERSION = 13000, PROCESSORS = 132, SHARED = 227 * 1024, BUCKETS = 1 << 16 };
 
 typedef struct { unsigned x, y, z; } Extent;
@@ -138,6 +138,7 @@ int cudaStreamBeginCapture(void *stream, int mode) {
 
 int cudaStreamEndCapture(void *stream, void **graph) {
     Stream *on = stream_of(stream);
+    if (!on->captured) return *graph = NULL, ILLEGAL_STATE;
     *graph = on->broken ? NULL : on->captured;
     int code = on->broken ? CAPTURE_UNSUPPORTED + 1 : SUCCESS;
     *on = (Stream){0};
@@ -432,7 +433,7 @@ int cudaGetDevice(int *device) { *device = 0; return SUCCESS; }
 int cudaGetDeviceCount(int *count) { *count = 1; return SUCCESS; }
 int cudaDriverGetVersion(int *version) { *version = VERSION; return SUCCESS; }
 int cudaGetLastError(void) { return failure; }
-const char *cudaGetErrorName(int code) { return code == NO_MEMORY ? "out of memory" : "an error"; }
+const char *cudaGetErrorName(int code) { return code == NO_MEMORY ? "out of memory" : code == 700 ? "cudaErrorIllegalAddress" : "error"; }
 int cuDeviceGet(int *device, int number) { *device = number; return number ? 101 : SUCCESS; }
 int cuDeviceGetName(char *name, int size, int device) { (void)device; snprintf(name, (size_t)size, "null"); return SUCCESS; }
 int cuDeviceTotalMem(size_t *size, int device) { (void)device; *size = memory(); return SUCCESS; }
@@ -462,6 +463,10 @@ SAME(cuDriverGetVersion, cudaDriverGetVersion);
 SAME(cuDeviceGetAttribute, cudaDeviceGetAttribute);
 SAME(cuDeviceGetCount, cudaGetDeviceCount);
 SAME(cuMemGetInfo, cudaMemGetInfo);
+SAME(cuEventCreate, cudaEventCreateWithFlags);
+SAME(cuEventDestroy, cudaEventDestroy);
+SAME(cuEventElapsedTime, cudaEventElapsedTime);
+SAME(cuMemcpyDtoDAsync, cuMemcpyAsync);
 SAME(cuStreamCreate, cudaStreamCreateWithFlags);
 SAME(cuStreamDestroy, cudaStreamDestroy);
 SAME(cuStreamSynchronize, cudaStreamSynchronize);
@@ -513,7 +518,7 @@ CREATE(cublasLtMatrixLayoutCreate) CREATE(cublasLtMatrixTransformDescCreate) CRE
 
 #define NOTHING(name) int name(void) { return SUCCESS; }
 NOTHING(cuInit) NOTHING(cuCtxSetCurrent) NOTHING(cuDevicePrimaryCtxRelease) NOTHING(cuDevicePrimaryCtxRelease_v2) NOTHING(cuGraphDestroy)
-NOTHING(cuTensorMapEncodeTiled) NOTHING(cudaEventRecord) NOTHING(cudaEventRecordWithFlags) NOTHING(cudaFuncSetAttribute)
+NOTHING(cuTensorMapEncodeTiled) NOTHING(cudaEventRecord) NOTHING(cuEventRecord) NOTHING(cudaEventRecordWithFlags) NOTHING(cudaFuncSetAttribute)
 NOTHING(cudaGraphDestroy) NOTHING(cudaKernelSetAttributeForDevice) NOTHING(cudaLibraryUnload)
 NOTHING(cudaMemPoolDestroy) NOTHING(cudaMemPoolGetAttribute) NOTHING(cudaMemPoolSetAttribute) NOTHING(cudaMemPoolTrimTo)
 NOTHING(cudaSetDevice) NOTHING(cudaStreamWaitEvent) NOTHING(cublasSetMathMode)

@@ -37,7 +37,6 @@ class FakeOnnxRuntime:
         during_recording: called while a run is recorded.
         runs: numbers of the recordings that runs asked for.
         replays: how many runs were replays of a recording.
-        released: recordings that were let go.
         preloaded: folders that were searched for CUDA's libraries; None is beside the library itself.
     """
 
@@ -63,7 +62,6 @@ class FakeOnnxRuntime:
         self.options: dict[str, str] = {}
         self.runs: list[int] = []
         self.replays = 0
-        self.released: list[int] = []
 
     def get_available_providers(self) -> list[str]:
         return list(self.providers)
@@ -168,10 +166,6 @@ class FakeSession:
         for address, size in binding.places.values():
             self.runtime.driver.check_device(address, size)
         self.real.run_with_iobinding(binding.real)
-
-    def release_captured_graph(self, number: int) -> None:
-        self.runtime.released.append(number)
-        del self.recorded[number]
 
 
 class FakeBinding:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from llmc.bundle import Manifest
 from llmc.errors import require
 from llmc.runtime.host.cuda import Driver, open_driver
-from llmc.runtime.sessions.base import Batch
+from llmc.runtime.sessions.base import Batch, Phase
 from llmc.runtime.sessions.cuda.blocks import Block, Part, inputs_of, size_of
 from llmc.runtime.sessions.cuda.session import DeviceSession
 from llmc.runtime.sessions.onnxruntime.cuda_provider import (
@@ -40,9 +40,7 @@ log = logging.getLogger(__name__)
 # steps, and steps with drafted tokens. In longer ones the device's work hides what it takes to start it.
 SHORT_CALL = 16
 KEPT_BINDINGS = 64
-# Not every version of ONNX Runtime can let a recording go, and each holds some memory of the driver.
-MOST_RECORDINGS = 512
-FIRST_CAPACITY = 256  # positions that a cache has at least, unless the bundle has fewer
+MOST_RECORDINGS = 512  # each holds some memory of the driver until the session is closed
 
 
 @dataclass(frozen=True)
@@ -96,15 +94,29 @@ class CudaSession(DeviceSession):
     # ------------------------------------------------------------------------------------------------- loading
 
     def _open(self, manifest: Manifest) -> None:
-        self._begin(min(FIRST_CAPACITY, self._limits.max_context))
+        self._begin(self._limits.prefill_chunk)
         self._make_blocks()
         self._make_cache()
         graph = self._folder / manifest.graphs["decode"].file
         check_weights(graph, manifest.files)
         self._graph = open_graph(self._runtime, graph, self._driver.device.index, self._stream, self.cache.dtype.name)
         self._bound: OrderedDict[_Call, Binding] = OrderedDict()
+        self._numbers: dict[_Call, int] = {}  # of recordings whose bindings went
         self._recordings = 0
         self._close_later(self._forget_graph)  # before the memory that it is bound to, and its stream
+        self._take_memory()
+
+    def _take_memory(self) -> None:
+        """Run the longest call once: ONNX Runtime's arena then has what shorter ones need.
+
+        It gives nothing back, and no piece of it serves a larger request: prompts that come in the order of their
+        lengths would take 15 times as much (a decoder of two layers, chunks of 2,048).
+        """
+        chunk = self._limits.prefill_chunk
+        self.cache.reserve(1, chunk)
+        last = np.full((1, self._short), chunk - 1)
+        self._run(Batch(Phase.PREFILL, np.zeros((1, chunk), np.int64), np.zeros(1, np.int64), last))
+        self.cache.close()
 
     def _make_blocks(self) -> None:
         """Room for the inputs and outputs of short calls, and for those of a chunk that wants as few logits."""
@@ -166,7 +178,8 @@ class CudaSession(DeviceSession):
             return self._bind(call, blocks, None)
         if call not in self._bound:
             if len(self._bound) == KEPT_BINDINGS:
-                self._bound.popitem(last=False)[1].close()
+                old, binding = self._bound.popitem(last=False)
+                self._numbers[old] = binding.number
             self._bound[call] = self._bind(call, blocks, self._next_recording)
         self._bound.move_to_end(call)
         return self._bound[call]
@@ -176,7 +189,8 @@ class CudaSession(DeviceSession):
         addresses = [self.cache.address(tensor, call.first_row) for tensor in range(len(tensors))]
         shapes = [tensor.of(call.rows, self.cache.capacity) for tensor in tensors]
         caches = list(zip(tensors, addresses, shapes, strict=True))
-        return Binding(self._graph, blocks, self._places(call), (caches, self.cache.dtype), recorder)
+        number = self._numbers.get(call, NOT_RECORDED)
+        return Binding(self._graph, blocks, self._places(call), (caches, self.cache.dtype), recorder, number)
 
     def _places(self, call: _Call) -> tuple[dict[str, Part], dict[str, Part]]:
         inputs = inputs_of(call.rows, call.sequence, call.outputs)
@@ -191,5 +205,5 @@ class CudaSession(DeviceSession):
         return self._recordings
 
     def _forget_addresses(self) -> None:
-        while self._bound:
-            self._bound.popitem()[1].close()
+        self._bound.clear()
+        self._numbers.clear()
