@@ -18,8 +18,8 @@ class Capabilities:
     ``phases``: how the two phases may share graphs, the first one the default for integers.
     ``activations``: how activations may be quantized, the first one the default.
     ``asymmetric``: 4-bit weights may have zero points.
-    ``block``: inputs to a scale of 4-bit weights without zero points, which the engine's fast kernels take; 0: they take
-    any, and zero points.
+    ``block``: inputs to a scale of 4-bit weights, without zero points, that the engine's fast kernels take; 0: they
+    take any block, and zero points.
     ``has_gpu``: bundles run on a GPU.
     ``ragged_rows``: the oldest engine whose attention takes several tokens in each of several rows, of any lengths;
     empty for none.

@@ -15,6 +15,8 @@ CONTEXT = 500 * MB
 SCORES = 2
 # ONNX Runtime's CUDA kernels expand integer weights in pieces of at most so much where a call has several rows.
 EXPANDED = 256 * MB
+# While it loads, it times its fast kernels with as many rows, for each product on a copy of its weights.
+TIMED_ROWS = 2048
 
 
 def host_plan(geometry: Geometry, tokenizer_bytes: int) -> MemoryPlan:
@@ -35,13 +37,15 @@ def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe) -> DeviceMem
     chunk = min(limits.prefill_chunk, limits.max_context)
     scores = size * SCORES * geometry.most_heads * chunk * limits.max_context
     blocked = recipe.phases == "shared" and recipe.block_size > 0
-    expanded = min(EXPANDED, size * max(linear.size for linear in geometry.linears)) if blocked else 0
+    largest = max(geometry.linears, key=lambda linear: linear.size)
+    expanded = min(EXPANDED, size * largest.size) if blocked else 0
+    timed = size * TIMED_ROWS * (largest.inputs + largest.outputs) + largest.size if blocked else 0
     held = [(linear, stored.of(linear.name)) for linear in geometry.linears]
     held += [] if shared else [(geometry.linear[HEAD], embedding)]
     return DeviceMemory(
         context=CONTEXT,
         weights=sum(linear_bytes(linear, config, compute=size) for linear, config in held),
-        workspace=activation_bytes(geometry, chunk, size) + scores + expanded,
+        workspace=max(activation_bytes(geometry, chunk, size) + scores + expanded, timed),
         cache_per_token=geometry.cache_bytes(1, bytes_per_value=size),
         logits=4 * geometry.vocab_size,
     )

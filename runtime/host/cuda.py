@@ -269,13 +269,14 @@ class Driver:
             for _ in range(2):
                 events.append(self._call_bound("making an event", "cuEventCreate", 0))
                 stack.callback(self._call_bound, "freeing an event", "cuEventDestroy", events[-1])
-            self.copy(*buffers, size, stream)  # the first one also wakes the GPU; it is not timed
-            self._call_bound("timing copies", "cuEventRecord", events[0], stream)
+            (target, source), (start, end) = buffers, events
+            self.copy(target, source, size, stream)  # the first one also wakes the GPU; it is not timed
+            self._call_bound("timing copies", "cuEventRecord", start, stream)
             for _ in range(COPIES):
-                self._call_bound("timing copies", "cuMemcpyDtoDAsync", *buffers, size, stream)
-            self._call_bound("timing copies", "cuEventRecord", events[1], stream)
+                self._call_bound("timing copies", "cuMemcpyDtoDAsync", target, source, size, stream)
+            self._call_bound("timing copies", "cuEventRecord", end, stream)
             self.synchronize(stream)
-            milliseconds = float(self._call_bound("timing copies", "cuEventElapsedTime", *events))
+            milliseconds = float(self._call_bound("timing copies", "cuEventElapsedTime", start, end))
         return 2 * COPIES * size / (milliseconds / 1000)
 
     def close(self) -> None:

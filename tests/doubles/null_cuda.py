@@ -18,7 +18,9 @@ def compile_library(folder: Path) -> Path | None:
         return None
     flags = ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror", "-shared", "-fPIC"]
     exports = f"-Wl,--version-script={SOURCE.with_suffix('.map')}"
-    subprocess.run([compiler, *flags, exports, "-o", str(folder / DRIVER), str(SOURCE), "-ldl", "-lpthread"], check=True)
+    subprocess.run(
+        [compiler, *flags, exports, "-o", str(folder / DRIVER), str(SOURCE), "-ldl", "-lpthread"], check=True
+    )
     for name in NAMES:
         (folder / name).symlink_to(DRIVER)
     return folder

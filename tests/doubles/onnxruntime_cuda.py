@@ -117,7 +117,7 @@ class FakeSession:
     def __init__(self, runtime: FakeOnnxRuntime, real: Any) -> None:
         self.runtime, self.real = runtime, real
         self.stream = int(runtime.options["user_compute_stream"])
-        self.recorded: dict[int, FakeBinding] = {}
+        self.recorded: dict[tuple[int, int], FakeBinding] = {}  # by thread and number
 
     def get_providers(self) -> list[str]:
         return ["CPUExecutionProvider"] if self.runtime.falls_back else [PROVIDER, "CPUExecutionProvider"]
@@ -138,12 +138,13 @@ class FakeSession:
         self.runtime.runs.append(number)
         times = 1
         if number != -1 and self.runtime.options["enable_cuda_graph"] == "1":
-            if number in self.recorded:
+            key = threading.get_ident(), number
+            if key in self.recorded:
                 self.runtime.replays += 1
-            times = 1 if number in self.recorded else 2
+            times = 1 if key in self.recorded else 2
             if times == 2:
                 self._record()
-            binding_then = self.recorded.setdefault(number, binding)
+            binding_then = self.recorded.setdefault(key, binding)
             if binding_then.places != binding.places:
                 raise RuleBrokenError(f"recording {number} was made with other addresses or shapes")
             binding = binding_then

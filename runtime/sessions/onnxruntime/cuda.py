@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
 from llmc.errors import require
-from llmc.runtime.host.cuda import Driver, open_driver
+from llmc.runtime.host.cuda import RECORDING, Driver, open_driver
 from llmc.runtime.sessions.base import Batch, Phase
 from llmc.runtime.sessions.cuda.blocks import Block, Part, inputs_of, size_of
 from llmc.runtime.sessions.cuda.session import DeviceSession
@@ -101,7 +101,6 @@ class CudaSession(DeviceSession):
         check_weights(graph, manifest.files)
         self._graph = open_graph(self._runtime, graph, self._driver.device.index, self._stream, self.cache.dtype.name)
         self._bound: OrderedDict[_Call, Binding] = OrderedDict()
-        self._numbers: dict[_Call, int] = {}  # of recordings whose bindings went
         self._recordings = 0
         self._close_later(self._forget_graph)  # before the memory that it is bound to, and its stream
         self._take_memory()
@@ -127,7 +126,8 @@ class CudaSession(DeviceSession):
 
     def _forget_graph(self) -> None:
         self._forget_addresses()
-        del self._graph
+        with RECORDING.shared():  # ONNX Runtime frees the GPU's memory
+            del self._graph
 
     def _translate_errors(self, doing: str) -> contextlib.AbstractContextManager[None]:
         return translate_errors(f"{self._folder}: {doing}")
@@ -178,8 +178,7 @@ class CudaSession(DeviceSession):
             return self._bind(call, blocks, None)
         if call not in self._bound:
             if len(self._bound) == KEPT_BINDINGS:
-                old, binding = self._bound.popitem(last=False)
-                self._numbers[old] = binding.number
+                self._bound.popitem(last=False)
             self._bound[call] = self._bind(call, blocks, self._next_recording)
         self._bound.move_to_end(call)
         return self._bound[call]
@@ -189,8 +188,7 @@ class CudaSession(DeviceSession):
         addresses = [self.cache.address(tensor, call.first_row) for tensor in range(len(tensors))]
         shapes = [tensor.of(call.rows, self.cache.capacity) for tensor in tensors]
         caches = list(zip(tensors, addresses, shapes, strict=True))
-        number = self._numbers.get(call, NOT_RECORDED)
-        return Binding(self._graph, blocks, self._places(call), (caches, self.cache.dtype), recorder, number)
+        return Binding(self._graph, blocks, self._places(call), (caches, self.cache.dtype), recorder)
 
     def _places(self, call: _Call) -> tuple[dict[str, Part], dict[str, Part]]:
         inputs = inputs_of(call.rows, call.sequence, call.outputs)
@@ -206,4 +204,3 @@ class CudaSession(DeviceSession):
 
     def _forget_addresses(self) -> None:
         self._bound.clear()
-        self._numbers.clear()

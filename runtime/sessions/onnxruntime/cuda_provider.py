@@ -13,6 +13,7 @@ import io
 import logging
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -42,11 +43,11 @@ HOST_OPERATORS = frozenset({"Shape", "Cast", "Squeeze", "Range", "Expand"})
 # ms, for every length of a call and every growth of the cache (onnxruntime issue 32383).
 ATTENTION_KERNELS = 1 | 2 | 16
 FAST_KERNELS = "ep.cuda.fpa_intb_gemm"
-# Entries of every session. ONNX Runtime has weight-only kernels of its own kind for products of float16 activations with
-# 4 or 8 bits, off unless they are asked for. The published wheel's take blocks of 32 with scales alone, where inputs are
-# a multiple of 32 and outputs one of 64 (8 bits: 32), from compute capability 7.5 on; other products fall back silently:
-# prompts expand their weights to float16 first. While loading, the fastest kernel is chosen by time, so two loads need
-# not choose alike.
+# Entries of every session. ONNX Runtime's fast kernels for 4- and 8-bit weights are off unless they are asked for.
+# Those of the published wheel take float16 activations, blocks of 32 with scales alone, no bias, inputs in multiples of
+# 32 and outputs in multiples of 64 (8 bits: 32), from compute capability 7.5 on. Other products fall back without a
+# word: those of a prompt expand their weights to float16 first. While a session loads, kernels are chosen by time, so
+# two loads need not choose the same.
 SESSION_ENTRIES = {
     FAST_KERNELS: "1",
     # A bias that is fused into a product keeps these kernels from it.
@@ -182,8 +183,8 @@ Caches = tuple[Sequence[tuple[CacheTensor, int, tuple[int, ...]]], np.dtype[Any]
 class Binding:
     """A call of ``graph`` bound to its memory: inputs and outputs at ``places`` in ``blocks``, the cache in place.
 
-    ``recorder`` hands out the number of a new recording; None where the call is not worth one. ``number``: of the
-    recording that an earlier binding made of the same call. ONNX Runtime (1.31.1) keeps recordings until it is closed.
+    ``recorder`` hands out the number of a new recording; None where the call is not worth one. ONNX Runtime (1.31.1)
+    keeps recordings until its session is closed.
     """
 
     def __init__(
@@ -193,7 +194,6 @@ class Binding:
         places: tuple[Mapping[str, Part], Mapping[str, Part]],
         caches: Caches,
         recorder: Callable[[], int] | None,
-        number: int = NOT_RECORDED,
     ) -> None:
         self._graph = graph
         self._blocks = blocks
@@ -203,9 +203,9 @@ class Binding:
             for block, parts in zip(blocks, places, strict=True)
         )
         self._recorder = recorder if graph.records else None
-        self.number = number
+        self._number = NOT_RECORDED
         self._failures = 0
-        self._ran = number != NOT_RECORDED
+        self._thread: int | None = None  # the one that ran it last
         self._io = graph.session.io_binding()
         for bind, block, parts in zip((self._io.bind_input, self._io.bind_output), blocks, places, strict=True):
             for name, part in parts.items():
@@ -224,11 +224,12 @@ class Binding:
     def run(self, driver: Driver, stream: int) -> None:
         """Queue the call and the copies around it; the outputs are there once the stream is synchronized."""
         self._blocks[0].upload(self._sizes[0], stream)
-        # Its first run takes memory, which no recording can.
-        if not (self._ran and self._recorder is not None and self._run_recorded(self._recorder, driver, stream)):
+        # The first run of a thread takes memory, which no recording can; and ONNX Runtime's recordings are a thread's.
+        ran, self._thread = self._thread == threading.get_ident(), threading.get_ident()
+        self._number = self._number if ran else NOT_RECORDED
+        if not (ran and self._recorder is not None and self._run_recorded(self._recorder, driver, stream)):
             with RECORDING.shared():
                 self._run(NOT_RECORDED)
-            self._ran = True
         self._blocks[1].download(0, self._sizes[1], stream)
 
     def _run_recorded(self, recorder: Callable[[], int], driver: Driver, stream: int) -> bool:
@@ -236,11 +237,11 @@ class Binding:
 
         A recording that fails says nothing of the call, which writes the same if it is run again.
         """
-        replays = self.number != NOT_RECORDED
+        replays = self._number != NOT_RECORDED
         with RECORDING.shared() if replays else RECORDING as ready:
             if not ready:
                 return False
-            number = self.number if replays else recorder()
+            number = self._number if replays else recorder()
             if number == NOT_RECORDED:
                 self._recorder = None
                 return False
@@ -249,10 +250,10 @@ class Binding:
             except Exception as error:
                 log.warning("a call is run without its CUDA graph, which failed (%s)", _line(error))
                 driver.drop_capture(stream)
-                self.number, self._failures = NOT_RECORDED, self._failures + 1
+                self._number, self._failures = NOT_RECORDED, self._failures + 1
                 self._recorder = recorder if self._failures < MOST_FAILURES else None
                 return False
-            self.number = number
+            self._number = number
             return True
 
     def _run(self, number: int) -> None:

@@ -45,6 +45,22 @@ def test_blocks_of_integers_are_expanded_one_matrix_at_a_time_for_cuda():
     assert device_plan(GEOMETRY, LIMITS, recipe(precision="int4")).workspace == floats.workspace, "TensorRT does not"
 
 
+def test_the_memory_that_timing_kernels_takes_is_there_while_a_session_loads():
+    small = Limits(max_context=256, max_batch=1, prefill_chunk=16)
+    blocks, floats = (device_plan(GEOMETRY, small, recipe("cuda", precision=name)) for name in ("int4", "fp16"))
+    assert blocks.workspace == 2 * 2048 * (1000 + 256) + TABLE > floats.workspace
+
+
+def test_blocks_without_zero_points_are_what_cuda_is_planned_with():
+    plans = [
+        device_plan(GEOMETRY, LIMITS, recipe("cuda", precision="int4", head="int4", **grid))
+        for grid in ({}, {"symmetric": True, "block_size": 32}, {"symmetric": False, "block_size": 64})
+    ]
+    assert plans[0] == plans[1]
+    linears = sum(linear.size for linear in GEOMETRY.linears) * (16 / 32 - (16 + 4) / 64) / 8
+    assert plans[0].weights - plans[2].weights == linears + TABLE * (16 / 32 - 16 / 64) / 8, "rows have 8 bits"
+
+
 def test_an_engine_that_is_there_tells_its_weights_itself(tmp_path: Path):
     plan = device_plan(GEOMETRY, LIMITS, recipe(precision="fp16"))
     (tmp_path / "engine.plan").write_bytes(b"x" * 1234)

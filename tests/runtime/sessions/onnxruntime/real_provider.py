@@ -89,7 +89,9 @@ def test_a_step_is_recorded_at_its_second_visit_without_copies_from_the_host(ope
             decode(session, past, rows)
             lines = log.take()
             launches.append(sum(line.startswith("launch_graph") for line in lines))
-            copies = [line.split()[1:3] for line in lines if line.startswith(("do cu", "record cu")) and "emcpy" in line]
+            copies = [
+                line.split()[1:3] for line in lines if line.startswith(("do cu", "record cu")) and "emcpy" in line
+            ]
             assert copies == [["cuMemcpyAsync", "device<-pinned"], ["cuMemcpyAsync", "pinned<-device"]]
             assert not any(line.startswith("forbidden") for line in lines)
     assert launches == [0, 1, 1, 1] * 2
