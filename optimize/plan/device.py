@@ -33,7 +33,7 @@ def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe) -> DeviceMem
     size = CACHE_BYTES[recipe.compute]
     stored = next(iter(quant_configs(recipe, geometry).values()))
     embedding = choose_embedding_config(stored, geometry.tied_head)
-    shared = geometry.tied_head and isinstance(stored.of(HEAD), Computed)  # the head reads the table, transposed
+    shared = geometry.tied_head and not isinstance(stored.of(HEAD), WeightOnly)  # the head reads the table, transposed
     chunk = min(limits.prefill_chunk, limits.max_context)
     scores = size * SCORES * geometry.most_heads * chunk * limits.max_context
     blocked = recipe.phases == "shared" and recipe.block_size > 0

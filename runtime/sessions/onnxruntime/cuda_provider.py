@@ -247,7 +247,7 @@ class Binding:
                 return False
             try:
                 self._run(number)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  # the call is run once more, and raises if that fails, too
                 log.warning("a call is run without its CUDA graph, which failed (%s)", _line(error))
                 driver.drop_capture(stream)
                 self._number, self._failures = NOT_RECORDED, self._failures + 1

@@ -6,6 +6,7 @@ The provider runs on a stub of CUDA that logs what it is asked for, so results a
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.sessions.onnxruntime.cuda import CudaSession
 
 BUNDLES = Path(os.environ["BUNDLES"])
-STEP, REPLAY = [0, 0, 0], [0, 1, 1]  # of each visit whether a graph was launched
+COPIES = tuple(f"{when} {by}" for when in ("do", "record") for by in ("cudaMemcpy", "cuMemcpy"))
 CHUNK = 1024
 FAST, PLAIN = ("fpA_intB", "FpAIntB"), ("MatMulFloat", "Dequantize", "cublas")
 ILLEGAL_ADDRESS = 700
@@ -89,9 +90,7 @@ def test_a_step_is_recorded_at_its_second_visit_without_copies_from_the_host(ope
             decode(session, past, rows)
             lines = log.take()
             launches.append(sum(line.startswith("launch_graph") for line in lines))
-            copies = [
-                line.split()[1:3] for line in lines if line.startswith(("do cu", "record cu")) and "emcpy" in line
-            ]
+            copies = [line.split()[1:3] for line in lines if line.startswith(COPIES)]
             assert copies == [["cuMemcpyAsync", "device<-pinned"], ["cuMemcpyAsync", "pinned<-device"]]
             assert not any(line.startswith("forbidden") for line in lines)
     assert launches == [0, 1, 1, 1] * 2
@@ -169,27 +168,27 @@ def test_too_little_memory_is_said(log, monkeypatch, megabytes):
 
 
 def test_threads_open_grow_and_record_beside_each_other(log):
-    errors: list[Exception] = []
+    def work(_: int) -> None:
+        for _ in range(3):
+            session = CudaSession(BUNDLES / "fp16", read_bundle(BUNDLES / "fp16"), 1)
+            for capacity in range(64, 512, 64):
+                session.cache.reserve(1, capacity)
+                for past in range(3):
+                    decode(session, past)
+            session.close()
 
-    def work() -> None:
-        try:
-            for _ in range(3):
-                session = CudaSession(BUNDLES / "fp16", read_bundle(BUNDLES / "fp16"), 1)
-                for capacity in range(64, 512, 64):
-                    session.cache.reserve(1, capacity)
-                    for past in range(3):
-                        decode(session, past)
-                session.close()
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
     assert not any(line.startswith("forbidden") for line in log.take())
+
+
+def test_recordings_are_those_of_a_thread(opened, log):
+    session = opened("fp16")
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as pool:
+            for past in range(3):
+                pool.submit(decode, session, past).result()
+        assert sum(line.startswith("begin_capture") for line in log.take()) == 1
 
 
 def test_recordings_that_another_library_spoils_cost_no_answer(opened, log):
