@@ -10,6 +10,7 @@ Not run on a GPU yet: tests run this session on a double of CUDA, with ONNX Runt
 
 import contextlib
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -102,6 +103,7 @@ class CudaSession(DeviceSession):
         self._graph = open_graph(self._runtime, graph, self._driver.device.index, self._stream, self.cache.dtype.name)
         self._bound: OrderedDict[_Call, Binding] = OrderedDict()
         self._recordings = 0
+        self._thread = threading.get_ident()
         self._close_later(self._forget_graph)  # before the memory that it is bound to, and its stream
         self._take_memory()
 
@@ -146,6 +148,9 @@ class CudaSession(DeviceSession):
         return self._logits
 
     def _run(self, batch: Batch) -> None:
+        if self._thread != threading.get_ident():  # whose recordings ONNX Runtime does not share with other threads
+            self._thread = threading.get_ident()
+            self._forget_addresses()
         rows, sequence = batch.input_ids.shape
         wanted = batch.logit_indices.shape[1]
         call = _Call(rows, sequence, max(1, wanted), batch.first_row)

@@ -13,7 +13,6 @@ import io
 import logging
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -63,7 +62,7 @@ NO_MEMORY = ("Failed to allocate memory", "out of memory", "bad_alloc", "CUBLAS_
 def _reinstall() -> str:
     return (
         f"pip uninstall onnxruntime onnxruntime-gpu, then {install_command('gpu')} (the two packages overwrite each "
-        "other; on Jetson take onnxruntime-gpu from NVIDIA's index)"
+        "other; a Jetson has no wheel: build for the target tensorrt or cpu)"
     )
 
 
@@ -205,7 +204,7 @@ class Binding:
         self._recorder = recorder if graph.records else None
         self._number = NOT_RECORDED
         self._failures = 0
-        self._thread: int | None = None  # the one that ran it last
+        self._ran = False
         self._io = graph.session.io_binding()
         for bind, block, parts in zip((self._io.bind_input, self._io.bind_output), blocks, places, strict=True):
             for name, part in parts.items():
@@ -224,12 +223,11 @@ class Binding:
     def run(self, driver: Driver, stream: int) -> None:
         """Queue the call and the copies around it; the outputs are there once the stream is synchronized."""
         self._blocks[0].upload(self._sizes[0], stream)
-        # The first run of a thread takes memory, which no recording can; and ONNX Runtime's recordings are a thread's.
-        ran, self._thread = self._thread == threading.get_ident(), threading.get_ident()
-        self._number = self._number if ran else NOT_RECORDED
-        if not (ran and self._recorder is not None and self._run_recorded(self._recorder, driver, stream)):
+        # Its first run takes memory, which no recording can.
+        if not (self._ran and self._recorder is not None and self._run_recorded(self._recorder, driver, stream)):
             with RECORDING.shared():
                 self._run(NOT_RECORDED)
+            self._ran = True
         self._blocks[1].download(0, self._sizes[1], stream)
 
     def _run_recorded(self, recorder: Callable[[], int], driver: Driver, stream: int) -> bool:

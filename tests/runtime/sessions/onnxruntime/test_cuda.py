@@ -359,7 +359,8 @@ def test_whatever_memory_is_missing_while_loading_nothing_is_left_behind(fp16_bu
 
 def test_the_package_for_cpus_is_named_with_what_to_install():
     """That is what these tests run with."""
-    with pytest.raises(MissingExtraError, match=r"is the package for CPUs, .*pip install 'onnxruntime-gpu>="):
+    advice = "is the package for CPUs, .*pip install 'onnxruntime-gpu>=.*a Jetson has no wheel: build for"
+    with pytest.raises(MissingExtraError, match=advice):
         check_provider(import_module("onnxruntime"), "1.28")
 
 
