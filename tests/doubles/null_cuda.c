@@ -31,7 +31,7 @@ static char *text;
 static size_t text_used, text_size, taken;
 static Block *blocks;
 static Kernel *kernels[BUCKETS];
-static Stream default_stream, *capturing;
+static Stream default_stream, *volatile capturing;
 static int failure; /* what every kernel and every wait returns from now on */
 
 /* ---------------------------------------------------------------------------------------- what the tests read */
@@ -68,9 +68,10 @@ static size_t memory(void) { return (size_t)setting("NULL_CUDA_MEMORY_MB", 80000
 static Stream *stream_of(void *stream) { return (uintptr_t)stream < 8 ? &default_stream : stream; }
 
 static int forbidden(const char *doing) {
-    if (!capturing || (capturing->mode != GLOBAL && !pthread_equal(capturing->thread, pthread_self()))) return SUCCESS;
+    Stream *on = capturing;
+    if (!on || (on->mode != GLOBAL && !pthread_equal(on->thread, pthread_self()))) return SUCCESS;
     say("forbidden %s", doing);
-    capturing->broken = 1;
+    on->broken = 1;
     return CAPTURE_UNSUPPORTED;
 }
 
@@ -121,7 +122,7 @@ int cudaStreamDestroy(void *stream) { free(stream); return SUCCESS; }
 int cudaStreamSynchronize(void *stream) {
     say("synchronize %p", stream);
     if (failure) return failure;
-    return stream_of(stream)->captured || (capturing && capturing->mode == GLOBAL) ? forbidden("synchronize") : SUCCESS;
+    return forbidden("synchronize");
 }
 
 int cudaDeviceSynchronize(void) { say("synchronize device"); return forbidden("synchronize device"); }
@@ -182,10 +183,14 @@ int cudaEventSynchronize(void *event) { say("synchronize event %p", event); retu
 
 /* ---------------------------------------------------------------------------------------- memory */
 
-static Block *block_of(const void *address) {
-    for (Block *block = blocks; block; block = block->next)
-        if (block->start <= (char *)address && (char *)address < block->start + block->size) return block;
-    return NULL;
+/* HOST, DEVICE, or 0 for memory that was not taken here. */
+static int kind_of(const void *address) {
+    int kind = 0;
+    pthread_mutex_lock(&lock);
+    for (Block *block = blocks; block && !kind; block = block->next)
+        if (block->start <= (char *)address && (char *)address < block->start + block->size) kind = block->kind;
+    pthread_mutex_unlock(&lock);
+    return kind;
 }
 
 static int take(const char *by, void **address, size_t size, int kind) {
@@ -245,23 +250,19 @@ int cudaMemGetInfo(size_t *free_bytes, size_t *total) {
 }
 
 int cudaPointerGetAttributes(void **attributes, const void *address) {
-    Block *block = block_of(address);
     memset(attributes, 0, 88);
-    *(int *)attributes = block ? block->kind : 0;
+    *(int *)attributes = kind_of(address);
     attributes[1] = attributes[2] = (void *)address;
     return SUCCESS;
 }
 
 int cuMemHostGetDevicePointer(void **device, void *host, unsigned flags) { (void)flags; *device = host; return SUCCESS; }
 
-static const char *kind_of(const void *address) {
-    Block *block = block_of(address);
-    return !block ? "pageable" : block->kind == DEVICE ? "device" : "pinned";
-}
+static const char *name_of_kind(int kind) { return kind == DEVICE ? "device" : kind == HOST ? "pinned" : "pageable"; }
 
 static int copy(const char *by, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
                 size_t height, void *stream) {
-    Work work = named("%s %s<-%s %zu", by, kind_of(to), kind_of(from), width * height);
+    Work work = named("%s %s<-%s %zu", by, name_of_kind(kind_of(to)), name_of_kind(kind_of(from)), width * height);
     work.to = to, work.from = from, work.pitch[0] = to_pitch, work.pitch[1] = from_pitch;
     work.width = width, work.height = height;
     return submit(stream, work);
@@ -294,7 +295,7 @@ int cuMemcpy2DAsync(const size_t *order, void *stream) {
 }
 
 int cudaMemsetAsync(void *to, int value, size_t size, void *stream) {
-    Work work = named("memset %s %zu", kind_of(to), size);
+    Work work = named("memset %s %zu", name_of_kind(kind_of(to)), size);
     work.to = to, work.pitch[0] = (size_t)value, work.width = size;
     return submit(stream, work);
 }

@@ -5,7 +5,8 @@ again is recorded by ONNX Runtime as a CUDA graph and replayed: the graph of the
 lengths on the device, and takes the only number that attention's host code needs from the cache's shape. So a
 recording holds for as long as the cache keeps its size and place.
 
-Not run on a GPU yet: tests run this session on a double of CUDA, with ONNX Runtime's CPU kernels behind it.
+Never run on a GPU: tests run this session on a double of CUDA, with ONNX Runtime's CPU kernels behind it, and on the
+real CUDA provider without a device.
 """
 
 import contextlib
