@@ -1,11 +1,15 @@
 """Abilities of each target. Lowering asks this record, never a name."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmc.errors import UsageError
+from llmc.runtime.host import probe
 
 # Opset and IR version: the newest that ONNX Runtime 1.23 reads, and what TensorRT's attention needs.
 OLD, NATIVE = (21, 10), (24, 11)
+# TensorRT's chunks on a GPU with more memory than this: each call reads all weights, and scores of attention grow with
+# chunks. Smaller boards, and those that are unknown, keep the default, which fits everywhere.
+LARGE_GPU, LARGE_CHUNK = 16 << 30, 1024
 
 
 @dataclass(frozen=True)
@@ -94,3 +98,13 @@ def capabilities(target: str) -> Capabilities:
     if target not in TARGETS:
         raise UsageError(f"target {target!r} is unknown; expected one of {', '.join(TARGETS)}")
     return TARGETS[target]
+
+
+def capabilities_for(target: str, gpu_memory: int | None) -> Capabilities:
+    """The record of ``target`` for a GPU of so many bytes, 0 if it is unknown; None for the first GPU here."""
+    found = capabilities(target)
+    if not found.makes_engine:
+        return found
+    if gpu_memory is None:
+        gpu_memory = next((gpu.total_memory for gpu in probe.probe_driver().devices), 0)
+    return replace(found, chunk=LARGE_CHUNK) if gpu_memory > LARGE_GPU else found

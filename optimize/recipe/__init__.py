@@ -91,7 +91,8 @@ class Request:
             on CPUs.
         max_context: longest sequence; default: the checkpoint's, at most 32,768.
         max_batch: requests that may run at once; default 8. Rows take memory when they are used.
-        prefill_chunk: prompt tokens per call; default 256, for cuda 2,048.
+        prefill_chunk: prompt tokens per call; default 256, for cuda 2,048, for TensorRT 1,024 where the engine is built
+            on a machine whose GPU has more than 16 GiB.
         adapters: how many may be loaded beside a decoder for CPUs at a time; default none.
         rank: largest of theirs; default 16.
         budget: what quality the bundle must keep, or the build fails.
@@ -121,6 +122,11 @@ class Request:
     budget: Budget | None = None
     engine: EngineRequest | None = None
     expected: Expected | None = None
+
+    @property
+    def gpu_memory(self) -> int | None:
+        """Bytes of the GPU that an engine is for: 0 where that is another machine's; None for the one here."""
+        return 0 if self.engine is not None and self.engine.deferred else None
 
     def over(self, other: "Request") -> "Request":
         """This request with what it leaves open taken from ``other``; tables are taken key by key."""

@@ -6,8 +6,8 @@ default one. Not run on a GPU yet.
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,35 +45,48 @@ class RecordingLock:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._calls = 0
         self._recorder: int | None = None
+        self._shared = _SharedLock(self)
 
     def __enter__(self) -> bool:
         """True if this thread alone may call CUDA from here on; False while other threads do."""
-        with self._changed:
+        with self._lock:
             if self._calls or self._recorder is not None:
                 return False
             self._recorder = threading.get_ident()
             return True
 
     def __exit__(self, *_: object) -> None:
-        with self._changed:
+        with self._lock:
             if self._recorder == threading.get_ident():
                 self._recorder = None
                 self._changed.notify_all()
 
-    @contextmanager
-    def shared(self) -> Iterator[bool]:
+    def shared(self) -> "_SharedLock":
         """Call CUDA within, once no other thread records."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._recorder in (None, threading.get_ident()))
-            self._calls += 1
-        try:
-            yield True
-        finally:
-            with self._changed:
-                self._calls -= 1
+        return self._shared
+
+
+class _SharedLock:
+    """The half of the lock for calls. Each step takes it some times, so it is no generator."""
+
+    def __init__(self, whole: RecordingLock) -> None:
+        self._whole = whole
+
+    def __enter__(self) -> bool:
+        whole = self._whole
+        with whole._lock:
+            while whole._recorder is not None and whole._recorder != threading.get_ident():
+                whole._changed.wait()
+            whole._calls += 1
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        with self._whole._lock:
+            self._whole._calls -= 1
 
 
 RECORDING = RecordingLock()
