@@ -82,6 +82,12 @@ def test_all_that_takes_time_is_on_the_gpu_and_can_be_recorded(opened, precision
     assert (caplog.text, *capfd.readouterr()) == ("", "", "")
 
 
+def test_operators_on_the_cpu_are_named(opened, monkeypatch, caplog):
+    monkeypatch.setattr("llmc.runtime.sessions.onnxruntime.cuda_provider.HOST_OPERATORS", frozenset())
+    opened("fp16")
+    assert "ONNX Runtime computes Cast on the CPU, which is slow" in caplog.text
+
+
 @precisions
 def test_a_step_is_recorded_at_its_second_visit_without_copies_from_the_host(opened, log, precision):
     session, launches = opened(precision), []
