@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
@@ -116,7 +117,7 @@ class CudaSession(DeviceSession):
         chunk = self._limits.prefill_chunk
         self.cache.reserve(1, chunk)
         last = np.full((1, self._short), chunk - 1)
-        self._run(Batch(Phase.PREFILL, np.zeros((1, chunk), np.int64), np.zeros(1, np.int64), last))
+        self._run_call(Batch(Phase.PREFILL, np.zeros((1, chunk), np.int64), np.zeros(1, np.int64), last), whole=True)
         self.cache.close()
 
     def _make_blocks(self) -> None:

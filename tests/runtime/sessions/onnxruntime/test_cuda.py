@@ -24,7 +24,7 @@ from llmc.runtime.sessions.onnxruntime.cuda import CudaSession
 from llmc.runtime.sessions.onnxruntime.cuda_provider import check_provider
 
 ROWS = 3
-CHUNK = 16  # a call of so many tokens is run while loading
+CHUNK = 130  # the longest prompt; a call of so many tokens is run while loading
 GENERATOR = np.random.default_rng(0)
 PROMPTS = [GENERATOR.integers(3, 4096, length).tolist() for length in (5, 130, 37)]
 ANSWERS = [GENERATOR.integers(3, 4096, 6).tolist() for _ in PROMPTS]
