@@ -312,8 +312,11 @@ class Driver:
     def _call(self, doing: str, function: str, *arguments: Any) -> Any:
         """The values of a call of the API without its CUresult: nothing, one, or a tuple."""
         call: Callable[..., tuple[Any, ...]] = getattr(self._api, function)
-        with RECORDING.shared():
-            code, *values = call(*arguments)
+        try:
+            with RECORDING.shared():
+                code, *values = call(*arguments)
+        except ValueError as error:  # the driver is newer than the bindings, which do not know its code
+            raise GpuError(f"{doing} failed ({error}); see llmc doctor") from error
         if int(code):
             raise self._error(doing, int(code), _name(code))
         return values[0] if len(values) == 1 else tuple(values)

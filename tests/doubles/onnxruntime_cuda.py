@@ -9,7 +9,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,6 @@ class FakeOnnxRuntime:
         version: of the library.
         falls_back: the provider cannot be loaded, which the library only says on the terminal.
         records: the provider can record the graph.
-        astray: operators that it computes on the CPU.
 
     Attributes:
         failure: raised by the next run, if any.
@@ -37,7 +35,6 @@ class FakeOnnxRuntime:
         during_recording: called while a run is recorded.
         runs: numbers of the recordings that runs asked for.
         replays: how many runs were replays of a recording.
-        released: recordings that were let go.
         preloaded: folders that were searched for CUDA's libraries; None is beside the library itself.
     """
 
@@ -52,10 +49,9 @@ class FakeOnnxRuntime:
         version: str = ort.__version__,
         falls_back: bool = False,
         records: bool = True,
-        astray: tuple[str, ...] = (),
     ) -> None:
         self.driver, self.providers, self.__version__ = driver, providers, version
-        self.falls_back, self.records, self.astray = falls_back, records, astray
+        self.falls_back, self.records = falls_back, records
         self.failure: Exception | None = None
         self.during_recording: Callable[[Any], None] = lambda capture: None
         self.settings: Any = None
@@ -63,7 +59,6 @@ class FakeOnnxRuntime:
         self.options: dict[str, str] = {}
         self.runs: list[int] = []
         self.replays = 0
-        self.released: list[int] = []
 
     def get_available_providers(self) -> list[str]:
         return list(self.providers)
@@ -99,20 +94,6 @@ def check_packed(graph: onnx.GraphProto) -> None:
         raise RuleBrokenError(f"several products read one activation, {shared[0]}")
 
 
-@dataclass
-class FakeNode:
-    op_type: str
-
-
-@dataclass
-class FakePart:
-    ep_name: str
-    nodes: tuple[FakeNode, ...]
-
-    def get_nodes(self) -> tuple[FakeNode, ...]:
-        return self.nodes
-
-
 class FakeSession:
     """A graph on the fake GPU. A recording is run twice when it is made, as ONNX Runtime warms up before."""
 
@@ -124,9 +105,8 @@ class FakeSession:
     def get_providers(self) -> list[str]:
         return ["CPUExecutionProvider"] if self.runtime.falls_back else [PROVIDER, "CPUExecutionProvider"]
 
-    def get_provider_graph_assignment_info(self) -> list[FakePart]:
-        on_host = FakePart("CPUExecutionProvider", tuple(FakeNode(name) for name in ("Shape", *self.runtime.astray)))
-        return [on_host, FakePart(PROVIDER, (FakeNode("GroupQueryAttention"), FakeNode("Add")))]
+    def get_provider_graph_assignment_info(self) -> list[Any]:
+        return []
 
     def io_binding(self) -> "FakeBinding":
         return FakeBinding(self.runtime.driver, self.real.io_binding())
@@ -169,10 +149,6 @@ class FakeSession:
         for address, size in binding.places.values():
             self.runtime.driver.check_device(address, size)
         self.real.run_with_iobinding(binding.real)
-
-    def release_captured_graph(self, number: int) -> None:
-        self.runtime.released.append(number)
-        self.recorded = {key: binding for key, binding in self.recorded.items() if key[1] != number}
 
 
 class FakeBinding:
