@@ -28,7 +28,7 @@ typedef struct Work {
     size_t pitch[2], width, height;
 } Work;
 typedef struct { Work *first, **last; } Graph;
-typedef struct { Graph *captured; int mode, broken; pthread_t thread; } Stream;
+typedef struct { Graph *captured; int broken; } Stream;
 typedef struct Kernel { struct Kernel *next; const void *key; const char *name; } Kernel;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of the log, and of the list of blocks */
@@ -36,7 +36,7 @@ static char *text;
 static size_t text_used, text_size, taken;
 static Block *blocks;
 static Kernel *kernels[BUCKETS];
-static Stream default_stream, *volatile capturing;
+static Stream default_stream;
 static int failure; /* what every kernel and every wait returns from now on */
 
 /* ---------------------------------------------------------------------------------------- what the tests read */
@@ -69,9 +69,21 @@ static size_t memory(void) { return (size_t)setting("NULL_CUDA_MEMORY_MB", 80000
 
 static Stream *stream_of(void *stream) { return (uintptr_t)stream < 8 ? &default_stream : stream; }
 
+/* Captures spoil, and are spoiled by, calls of their own thread, and in global mode of others in that mode. */
+static __thread int thread_mode = GLOBAL;
+static __thread Stream *own_capture;
+static Stream *_Atomic global_capture;
+
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+    int before = thread_mode;
+    thread_mode = *mode;
+    *mode = before;
+    return SUCCESS;
+}
+
 static int forbidden(const char *doing) {
-    Stream *on = capturing;
-    if (!on || (on->mode != GLOBAL && !pthread_equal(on->thread, pthread_self()))) return SUCCESS;
+    Stream *on = own_capture ? own_capture : thread_mode == GLOBAL ? global_capture : NULL;
+    if (!on) return SUCCESS;
     say("forbidden %s", doing);
     on->broken = 1;
     return CAPTURE_UNSUPPORTED;
@@ -133,8 +145,9 @@ int cudaStreamBeginCapture(void *stream, int mode) {
     say("begin_capture %p mode %d", stream, mode);
     Graph *graph = calloc(1, sizeof *graph);
     graph->last = &graph->first;
-    *on = (Stream){graph, mode, 0, pthread_self()};
-    capturing = on;
+    *on = (Stream){graph, 0};
+    own_capture = on;
+    if (mode == GLOBAL) global_capture = on;
     return SUCCESS;
 }
 
@@ -144,7 +157,8 @@ int cudaStreamEndCapture(void *stream, void **graph) {
     *graph = on->broken ? NULL : on->captured;
     int code = on->broken ? CAPTURE_UNSUPPORTED + 1 : SUCCESS;
     *on = (Stream){0};
-    capturing = NULL;
+    if (global_capture == on) global_capture = NULL;
+    own_capture = NULL;
     say("end_capture %p %p", stream, *graph);
     return code;
 }

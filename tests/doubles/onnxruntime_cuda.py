@@ -16,7 +16,6 @@ import onnx
 import onnxruntime as ort
 from doubles.cuda import FakeDriver, RuleBrokenError
 
-from llmc.runtime.host.cuda import RECORDING
 from llmc.runtime.sessions.onnxruntime.cuda_provider import PROVIDER
 
 
@@ -60,6 +59,11 @@ class FakeOnnxRuntime:
         self.runs: list[int] = []
         self.replays = 0
 
+    def check_thread(self) -> None:
+        """Refuse CUDA calls of a thread that would spoil what another one records."""
+        if not self.driver.is_active():
+            raise RuleBrokenError("this thread was not activated")
+
     def get_available_providers(self) -> list[str]:
         return list(self.providers)
 
@@ -73,8 +77,7 @@ class FakeOnnxRuntime:
         [(name, self.options)] = providers
         assert (name, enable_fallback) == (PROVIDER, 0)
         self.settings = settings
-        if not RECORDING._calls:
-            raise RuleBrokenError("another thread may record while this one builds a session, which takes memory")
+        self.check_thread()
         if self.options["enable_cuda_graph"] == "1" and not self.records:
             raise RuntimeError("This session cannot use the graph capture feature as requested by the user as nodes")
         check_packed(onnx.load(path, load_external_data=False).graph)
@@ -112,6 +115,7 @@ class FakeSession:
         return FakeBinding(self.runtime.driver, self.real.io_binding())
 
     def run_with_iobinding(self, binding: "FakeBinding", options: Any) -> None:
+        self.runtime.check_thread()
         if self.runtime.failure is not None:
             raise self.runtime.failure
         number = int(options.get_run_config_entry("gpu_graph_id"))
@@ -137,8 +141,6 @@ class FakeSession:
 
     def _record(self) -> None:
         """Record in global mode; a recording that was spoiled is left open, and the stream with it."""
-        if RECORDING._recorder != threading.get_ident():
-            raise RuleBrokenError("another thread may call CUDA while this one records")
         capture = self.runtime.driver.begin_global_capture(self.stream)
         self.runtime.during_recording(capture)
         if capture.spoiled:

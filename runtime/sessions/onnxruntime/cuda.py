@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
-from llmc.errors import require
-from llmc.runtime.host.cuda import RECORDING, Driver, open_driver
+from llmc.errors import LlmcError, require
+from llmc.runtime.host.cuda import Driver, open_driver
 from llmc.runtime.sessions.base import Batch, Phase
 from llmc.runtime.sessions.cuda.blocks import Block, Part, inputs_of, size_of
 from llmc.runtime.sessions.cuda.session import DeviceSession
@@ -129,8 +129,9 @@ class CudaSession(DeviceSession):
 
     def _forget_graph(self) -> None:
         self._forget_addresses()
-        with RECORDING.shared():  # ONNX Runtime frees the GPU's memory
-            del self._graph
+        with contextlib.suppress(LlmcError):  # a lost GPU; ONNX Runtime frees its memory below
+            self._driver.activate()
+        del self._graph
 
     def _translate_errors(self, doing: str) -> contextlib.AbstractContextManager[None]:
         return translate_errors(f"{self._folder}: {doing}")
@@ -148,6 +149,7 @@ class CudaSession(DeviceSession):
         return self._logits
 
     def _run_call(self, batch: Batch, whole: bool) -> NDArray[Any]:
+        self._driver.activate()
         if self._thread != threading.get_ident():  # whose recordings ONNX Runtime does not share with other threads
             self._thread = threading.get_ident()
             self._forget_addresses()

@@ -24,7 +24,7 @@ import numpy as np
 
 from llmc.bundle import version
 from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, install_command
-from llmc.runtime.host.cuda import EMULATE, RECORDING, Driver
+from llmc.runtime.host.cuda import EMULATE, Driver
 from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.blocks import Block, Outputs, Part, size_of
@@ -102,8 +102,7 @@ def open_graph(runtime: Any, file: Path, device: int, stream: int, compute: str)
     recording = [True, False] if compute == "float16" else [False]
     for records in recording:
         try:
-            with RECORDING.shared():
-                session = _open_session(runtime, file, {**options, "enable_cuda_graph": str(int(records))})
+            session = _open_session(runtime, file, {**options, "enable_cuda_graph": str(int(records))})
         except Exception as error:
             if not records or "graph capture" not in str(error):
                 raise
@@ -223,34 +222,29 @@ class Binding:
         self._block.upload(self._size, stream)
         # Its first run takes memory, which no recording can.
         if not (self._ran and self._recorder is not None and self._run_recorded(self._recorder, driver, stream)):
-            with RECORDING.shared():
-                self._run(NOT_RECORDED)
+            self._run(NOT_RECORDED)
             self._ran = True
         self.outputs.download(stream)
 
     def _run_recorded(self, recorder: Callable[[], int], driver: Driver, stream: int) -> bool:
-        """Replay the recording, or make it, where no other thread calls CUDA; False if the call is still to be run.
+        """Replay the recording, or make it; False if the call is still to be run.
 
         A recording that fails says nothing of the call, which writes the same if it is run again.
         """
-        replays = self._number != NOT_RECORDED
-        with RECORDING.shared() if replays else RECORDING as ready:
-            if not ready:
-                return False
-            number = self._number if replays else recorder()
-            if number == NOT_RECORDED:
-                self._recorder = None
-                return False
-            try:
-                self._run(number)
-            except Exception as error:  # noqa: BLE001  # the call is run once more, and raises if that fails, too
-                log.warning("a call is run without its CUDA graph, which failed (%s)", _line(error))
-                driver.drop_capture(stream)
-                self._number, self._failures = NOT_RECORDED, self._failures + 1
-                self._recorder = recorder if self._failures < MOST_FAILURES else None
-                return False
-            self._number = number
-            return True
+        number = recorder() if self._number == NOT_RECORDED else self._number
+        if number == NOT_RECORDED:
+            self._recorder = None
+            return False
+        try:
+            self._run(number)
+        except Exception as error:  # noqa: BLE001  # the call is run once more, and raises if that fails, too
+            log.warning("a call is run without its CUDA graph, which failed (%s)", _line(error))
+            driver.drop_capture(stream)
+            self._number, self._failures = NOT_RECORDED, self._failures + 1
+            self._recorder = recorder if self._failures < MOST_FAILURES else None
+            return False
+        self._number = number
+        return True
 
     def _run(self, number: int) -> None:
         """Run the graph; a recording is made by ONNX Runtime in several runs, of which most never return."""

@@ -21,7 +21,7 @@ from doubles.null_cuda import environment
 from llmc.bundle import Manifest
 from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError
 from llmc.runtime.host import cuda
-from llmc.runtime.host.cuda import COPIES, LEAST_COPIED, RECORDING, DeviceInfo, Driver, open_driver
+from llmc.runtime.host.cuda import COPIES, LEAST_COPIED, DeviceInfo, Driver, open_driver
 from llmc.runtime.kv.device_cache import DeviceCache
 
 CUresult = enum.IntEnum(
@@ -57,6 +57,7 @@ ANSWERS: dict[str, tuple[Any, ...]] = {
     "cuMemHostAlloc": (8192,),
     "cuMemHostGetDevicePointer": (12288,),
     "cuStreamCreate": (21,),
+    "cuThreadExchangeStreamCaptureMode": ("global",),
     "cuStreamEndCapture": (31,),
     "cuGraphInstantiate": (32,),
 }
@@ -119,7 +120,8 @@ def test_opening_describes_the_gpu_and_takes_its_primary_context(api: Api):
     assert driver.device == DeviceInfo("NVIDIA Test", "8.7", 8_000_000_000, integrated=False, driver_version="13.0")
     assert api.calls[0] == ("cuInit", 0)
     assert ("cuDeviceGet", 0) in api.calls
-    assert api.calls[-2:] == [("cuDevicePrimaryCtxRetain", 7), ("cuCtxSetCurrent", "context")]
+    opened = [("cuDevicePrimaryCtxRetain", 7), ("cuCtxSetCurrent", "context")]
+    assert api.calls[-3:] == [*opened, ("cuThreadExchangeStreamCaptureMode", "thread local")]
     driver.close()
     driver.close()
     assert api.names().count("cuDevicePrimaryCtxRelease") == 1
@@ -130,57 +132,16 @@ def test_any_visible_gpu_can_be_opened(api: Api):
     assert ("cuDeviceGet", 3) in api.calls
 
 
-CALLS: dict[str, Callable[[Driver], Any]] = {
-    "cuMemAlloc": lambda driver: driver.alloc(256),
-    "cuMemFree": lambda driver: driver.free(4096),
-    "cuMemHostAlloc": lambda driver: driver.alloc_host(256),
-    "cuMemFreeHost": lambda driver: driver.free_host(8192),
-    "cuStreamSynchronize": lambda driver: driver.synchronize(21),
-    "cuMemcpyAsync": lambda driver: driver.copy(4096, 8192, 256, 21),
-    "cuMemcpy2DAsync": lambda driver: driver.copy_2d(4096, 16, 8192, 16, 16, 2, 21),
-    "cuMemsetD8Async": lambda driver: driver.fill(4096, 256, 21),
-    "cuStreamDestroy": lambda driver: driver.destroy_stream(21),
-    "cuGraphExecDestroy": lambda driver: driver.destroy_graph(32),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_calls_wait_while_another_thread_records(driver: Driver, api: Api, name: str):
-    thread = threading.Thread(target=CALLS[name], args=(driver,), daemon=True)
-    with RECORDING as alone:
-        assert alone
-        thread.start()
-        thread.join(0.05)
-        assert api.calls == []
-    thread.join(10)
-    assert name in api.names()
-
-
-def test_the_thread_that_records_may_call_and_an_error_ends_its_turn(driver: Driver, api: Api):
-    with pytest.raises(KeyError), RECORDING:
-        driver.fill(4096, 256, 21)
-        raise KeyError
-    thread = threading.Thread(target=driver.synchronize, args=(21,), daemon=True)
-    thread.start()
-    thread.join(10)
-    assert api.names()[-1] == "cuStreamSynchronize"
-
-
-def test_waits_of_two_threads_overlap_and_no_recording_begins_meanwhile(driver: Driver, api: Api):
-    both = threading.Barrier(3)
-    api.hooks["cuStreamSynchronize"] = lambda: both.wait(10)
-    threads = [threading.Thread(target=driver.synchronize, args=(21,), daemon=True) for _ in range(2)]
+def test_each_thread_is_exempt_from_what_others_record_before_its_first_call(driver: Driver, api: Api):
+    threads = [threading.Thread(target=driver.synchronize, args=(21,)) for _ in range(2)]
     for thread in threads:
         thread.start()
-    while api.names().count("cuStreamSynchronize") < 2:
-        threads[0].join(0.001)
-    with RECORDING as alone:
-        assert not alone
-    both.wait(10)
-    for thread in threads:
-        thread.join(10)
-    with RECORDING as alone:
-        assert alone
+        thread.join()
+        first, exempt, call = (name for name, *_ in api.calls[-3:])
+        assert (first, exempt, call) == ("cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode", "cuStreamSynchronize")
+        assert api.calls[-2][1] == "thread local"
+    driver.synchronize(21)
+    assert api.names()[-2:] == ["cuStreamSynchronize"] * 2
 
 
 def test_a_recording_that_failed_is_ended_and_one_that_did_not_begin_is_none(driver: Driver, api: Api):

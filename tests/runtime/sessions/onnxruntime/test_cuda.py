@@ -17,7 +17,6 @@ from doubles.onnxruntime_cuda import EngineError, FakeOnnxRuntime
 from llmc.bundle import Manifest, read_bundle
 from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError, UsageError
 from llmc.runtime import load
-from llmc.runtime.host.cuda import RECORDING
 from llmc.runtime.sampling.truncation import ACCURACY
 from llmc.runtime.sessions import Batch, Phase, Session, emulate_target, open_session
 from llmc.runtime.sessions.onnxruntime.cuda import CudaSession
@@ -311,27 +310,6 @@ def test_a_context_that_is_lost_while_recording_is_lost(fp16_bundle, opened):
             decode(session, [5], [0])
         assert caught.value.lost
     assert session._runtime.runs == [-1, 1]
-
-
-def test_a_step_is_recorded_once_no_other_thread_calls_the_gpu(fp16_bundle, opened):
-    session = opened(fp16_bundle)
-    called, leave = threading.Event(), threading.Event()
-
-    def call_for_long() -> None:
-        with RECORDING.shared():
-            called.set()
-            leave.wait(10)
-
-    thread = threading.Thread(target=call_for_long, daemon=True)
-    thread.start()
-    assert called.wait(10)
-    for _ in range(3):
-        decode(session, [5], [0])
-    leave.set()
-    thread.join(10)
-    for _ in range(2):
-        decode(session, [5], [0])
-    assert session._runtime.runs == [-1, -1, -1, 1, 1]
 
 
 def test_two_sessions_in_two_threads_record_and_disturb_each_other_never(fp16_bundle, opened, caplog):
