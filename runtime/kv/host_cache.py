@@ -1,5 +1,6 @@
 """The KV cache in the process's memory: one array for each tensor, whose addresses an engine binds."""
 
+import logging
 import math
 import mmap
 import sys
@@ -12,28 +13,38 @@ from numpy.typing import NDArray
 from llmc.bundle import Manifest
 from llmc.errors import ResourceError
 from llmc.inventory import CacheKind
-from llmc.runtime.kv.cache import KVCache, Values
+from llmc.runtime.host.machine import available_memory
+from llmc.runtime.kv.cache import CacheTensor, KVCache, Values
+from llmc.runtime.kv.pages import Pages, whole_pages, why_not
 
+log = logging.getLogger(__name__)
 LETS_GO = sys.platform == "linux"  # elsewhere pages that are given back may keep what they hold, and their memory
 
 
 class HostCache(KVCache):
-    """A :class:`KVCache` in numpy arrays. Positions that were never written, or were let go of, take no memory and are
-    zeros.
+    """A :class:`KVCache` in numpy arrays. Positions that were never written, or were let go of, take no memory.
+
+    On Linux the first growth reserves addresses for all rows at the longest context: rows never move, and those that
+    begin alike share :class:`Pages`. Elsewhere arrays grow, and rows are copied.
 
     Attributes:
-        arrays: [rows, kv_heads, capacity + spare, head_dim] or [rows, ...] for each of the ``tensors``; others after
-            growth. A step may write the spare positions behind its token; nothing of them is kept.
+        arrays: [rows, kv_heads, capacity + spare, head_dim] or [rows, ...] for each of the ``tensors``, or larger;
+            others after growth. A step may write the spare positions behind its token; nothing of them is kept.
     """
 
     arrays: tuple[NDArray[Any], ...] = ()
-    _pages: tuple[mmap.mmap, ...] = ()  # that the arrays lie in
+    _memory: tuple[mmap.mmap, ...] = ()  # that the arrays lie in, where they grow
+    _pages: Pages | None = None
 
     def __init__(self, manifest: Manifest, **options: Any) -> None:
         super().__init__(manifest, **options)
         self._lets_go = LETS_GO and self._narrowest > 0 and self.can_rewind
 
     def _grow(self, rows: int, capacity: int) -> None:
+        if not self.arrays:
+            self._reserve_all()
+        if self._pages is not None:
+            return
         # All of the new before anything of the old goes, so a failure changes nothing: fresh pages take no memory.
         spare, small = self._manifest.overwritten, self._lets_go
         found = [
@@ -43,7 +54,7 @@ class HostCache(KVCache):
         self._forget()
         before, tensors = list(self.arrays), list(self.tensors)
         room = [array for array, _ in found]
-        self.arrays, self._pages = tuple(room), tuple(pages for _, pages in found)
+        self.arrays, self._memory = tuple(room), tuple(memory for _, memory in found)
         found.clear()
         while before:  # one at a time, whose old memory goes at once
             old, new, tensor = before.pop(), room.pop(), tensors.pop()
@@ -53,6 +64,26 @@ class HostCache(KVCache):
             for row, length in enumerate(self._written):
                 held = slice(self._find_first_held(tensor, row), length)
                 new[row, :, held] = old[row, :, held]
+
+    def _reserve_all(self) -> None:
+        """Reserve addresses for all that the cache may ever hold, if the system allows it."""
+        plan, limits, target = self._manifest.memory, self._manifest.limits, self._manifest.target
+        if target.name != "cpu" or not any(tensor.kind == "kv" for tensor in self.tensors):
+            return  # an emulated engine computes whole capacities, and states have no positions
+        rows, most = limits.max_batch, limits.max_context + self._manifest.overwritten
+        reason = why_not(plan.parts(most)["workspace"], available_memory())
+        if not reason:
+            try:
+                self._pages = Pages([item.of(rows, most) for item in self.tensors if item.kind == "kv"], self.dtype)
+            except OSError as error:
+                reason = str(error)
+        if self._pages is None:
+            log.info("rows of the cache are copied and share no pages: %s", reason)
+            return
+        ready = iter(self._pages.arrays)
+        self.arrays = tuple(
+            next(ready) if item.kind == "kv" else np.zeros(item.of(rows, 0), np.float32) for item in self.tensors
+        )
 
     def begin(self, first_row: int, past_lengths: Sequence[int], count: int) -> list[int]:
         """See :class:`KVCache`; a row that begins anew gets empty states."""
@@ -66,35 +97,46 @@ class HostCache(KVCache):
                 array[anew] = 0
         return ends
 
+    def _prepare(self, row: int, start: int) -> None:
+        super()._prepare(row, start)
+        if self._pages is not None and start < self._pages.shares(row):
+            kept = np.empty(*self.form(start))
+            self._read(row, 0, start, kept)
+            self._pages.renew(row)
+            self._write(row, 0, start, kept)
+
+    def release(self, row: int) -> None:
+        """See :class:`KVCache`; its memory is given back."""
+        if self._pages is not None:
+            self._pages.release(row)
+
     def _copy(self, source: int, target: int, start: int, end: int) -> None:
-        for tensor, array in zip(self.tensors, self.arrays, strict=True):
-            if tensor.kind == "state":
-                array[target] = array[source]
-                continue
-            held = slice(max(start, self._find_first_held(tensor, source)), end)
-            array[target, :, held] = array[source, :, held]
+        if self._pages is not None and not start:
+            self._pages.share(source, target, end)
+        for number, (tensor, array) in enumerate(self._list_of("kv")):
+            first = max(start, self._find_first_held(tensor, source))
+            if self._pages is not None:
+                first = max(first, self._pages.first_unshared(number, target))
+            array[target, :, first:end] = array[source, :, first:end]
 
     def _swap(self, one: int, its_end: int, other: int, others_end: int) -> None:
-        """A tensor at a time, so that little of both rows is held twice."""
-        for tensor, array in zip(self.tensors, self.arrays, strict=True):
-            if tensor.kind == "state":
-                array[[one, other]] = array[[other, one]]
-                continue
-            mine, theirs = (
-                slice(self._find_first_held(tensor, one), its_end),
-                slice(self._find_first_held(tensor, other), others_end),
-            )
-            kept = array[one, :, mine].copy()
-            array[one, :, theirs] = array[other, :, theirs]
-            array[other, :, mine] = kept
+        if self._pages is None:
+            super()._swap(one, its_end, other, others_end)
+        else:
+            self._pages.exchange(one, other)
 
     def _discard(self, row: int, end: int) -> None:
-        for tensor, array, pages in zip(self.tensors, self.arrays, self._pages, strict=True):
+        for number, (tensor, array) in enumerate(self._list_of("kv")):
             if tensor.window:
                 held, (_, heads, capacity, _) = self._find_first_held(tensor, row), array.shape
-                for head in range(row * heads, (row + 1) * heads):
-                    for first, last in ((0, min(held, end)), (end, capacity)):
-                        _give_back(pages, (head * capacity + first, head * capacity + last), array.strides[2])
+                for first, last in ((0, min(held, end)), (end, capacity)):
+                    if self._pages is not None:
+                        self._pages.give_back(number, row, first, last)
+                        continue
+                    for start in range(row * heads * capacity, (row + 1) * heads * capacity, capacity):
+                        begin, stop = whole_pages((start + first) * array.strides[2], (start + last) * array.strides[2])
+                        if begin < stop:  # they are zeros then
+                            self._memory[number].madvise(mmap.MADV_DONTNEED, begin, stop - begin)
 
     def _read(self, row: int, start: int, end: int, values: Values) -> None:
         parts = self._layout.parts(values, end - start)
@@ -114,11 +156,15 @@ class HostCache(KVCache):
         return [array[row] for array in self._arrays_of("state")]
 
     def _arrays_of(self, kind: CacheKind) -> Iterator[Values]:
-        return (array for tensor, array in zip(self.tensors, self.arrays, strict=True) if tensor.kind == kind)
+        return (array for _, array in self._list_of(kind))
+
+    def _list_of(self, kind: CacheKind) -> Iterator[tuple[CacheTensor, Values]]:
+        return (pair for pair in zip(self.tensors, self.arrays, strict=True) if pair[0].kind == kind)
 
     def close(self) -> None:
         super().close()
-        self.arrays = self._pages = ()
+        self.arrays = self._memory = ()
+        self._pages = None
 
 
 class LentCache(HostCache):
@@ -130,6 +176,26 @@ class LentCache(HostCache):
         self._of, self._places = of, [names.index(tensor.past) for tensor in self.tensors]
         of.tell(self.close)
 
+    def _reserve_all(self) -> None:
+        """Reserve addresses for all that the cache may ever hold, if the system allows it."""
+        plan, limits, target = self._manifest.memory, self._manifest.limits, self._manifest.target
+        if target.name != "cpu" or not any(tensor.kind == "kv" for tensor in self.tensors):
+            return  # an emulated engine computes whole capacities, and states have no positions
+        rows, most = limits.max_batch, limits.max_context + self._manifest.overwritten
+        reason = why_not(plan.parts(most)["workspace"], available_memory())
+        if not reason:
+            try:
+                self._pages = Pages([item.of(rows, most) for item in self.tensors if item.kind == "kv"], self.dtype)
+            except OSError as error:
+                reason = str(error)
+        if self._pages is None:
+            log.info("rows of the cache are copied and share no pages: %s", reason)
+            return
+        ready = iter(self._pages.arrays)
+        self.arrays = tuple(
+            next(ready) if item.kind == "kv" else np.zeros(item.of(rows, 0), np.float32) for item in self.tensors
+        )
+
     def begin(self, first_row: int, past_lengths: Sequence[int], count: int) -> list[int]:
         """The position after each row's new tokens, which have no keys and values."""
         self.arrays = tuple(self._of.arrays[place] for place in self._places)
@@ -137,13 +203,6 @@ class LentCache(HostCache):
 
     def note_computed(self, first_row: int, ends: Sequence[int]) -> None:
         """Nothing was written."""
-
-
-def _give_back(pages: mmap.mmap, positions: tuple[int, int], size: int) -> None:
-    """Give back the whole pages among positions of ``size`` bytes each; they are zeros then."""
-    first, last = -(-positions[0] * size // mmap.PAGESIZE), positions[1] * size // mmap.PAGESIZE
-    if first < last:
-        pages.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
 
 
 def _fresh(shape: tuple[int, ...], dtype: np.dtype[Any], pieces: bool) -> tuple[NDArray[Any], mmap.mmap]:

@@ -129,6 +129,7 @@ class Rows(Generic[_S]):
             gap = self._move(self._decoding, gap)
         self._move(len(self._order) - 1, gap)
         self._order.pop()
+        self._cache.release(len(self._order))
         slot.row = -1
 
     def hand_on(self, slot: _S, heir: _S, cached: int) -> None:
@@ -148,7 +149,7 @@ class Rows(Generic[_S]):
         if source != target:
             slot = self._order[source]
             with moving():
-                self._cache.copy(source, target, 0, slot.cached)
+                self._cache.swap(target, 0, source, slot.cached)
             self._order[target], slot.row = slot, target
         return source
 

@@ -1,6 +1,8 @@
 """The cache in the process's memory: layers of different shapes, states that cannot go back, growth that keeps."""
 
+import os
 import random
+import resource
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +16,7 @@ from llmc.bundle import Limits, Manifest
 from llmc.errors import ResourceError, UsageError
 from llmc.inventory import BACK, Cache
 from llmc.runtime.kv import host_cache as module
+from llmc.runtime.kv import pages
 from llmc.runtime.kv.host_cache import HostCache, LentCache
 from llmc.runtime.kv.rows import Rows
 
@@ -24,9 +27,13 @@ POSITION = 2 * (8 + 6 + 6)  # values of one, with the layers of RAGGED
 Made = Callable[..., HostCache]
 
 
-@pytest.fixture
-def made(manifest: Manifest) -> Made:
-    """Makes caches of 3 rows x 32 positions."""
+@pytest.fixture(params=["pages", "growth"])
+def made(manifest: Manifest, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Made:
+    """Makes caches of 3 rows x 32 positions: such as share pages, and such as grow and are copied."""
+    if request.param == "growth":
+        monkeypatch.setattr(module, "why_not", lambda *_: "a test")
+    elif sys.platform != "linux":
+        pytest.skip("rows share pages on Linux")
 
     def make(caches: Sequence[Cache] = RAGGED, kind: str = "float32", limits: Limits = LIMITS, **options: Any) -> Any:
         geometry = replace(manifest.geometry, caches=tuple(caches))
@@ -69,7 +76,8 @@ def test_a_lent_cache_shows_some_layers_of_another_and_lets_it_move(made: Made, 
         assert all(mine is its for mine, its in zip(lent.arrays, cache.arrays[2:], strict=True))
         lent.note_computed(2, [201])
         assert tuple(cache._written) == (0, 0, 0)
-    assert told == [0, 0], "nothing of the old memory is held when it moves"
+    moves = [] if cache._pages else [0, 0]
+    assert told == moves, "nothing of the old memory is held when it moves"
     assert not any(it.bytes(32, 4) or it.outputs for it in caches)
 
 
@@ -110,6 +118,8 @@ def test_growth_that_memory_does_not_allow_is_refused_and_the_cache_stays(made: 
         with pytest.raises(ResourceError, match=r"cache for 512 tokens needs .* MB more, 0 MB are available"):
             cache.reserve(3, 512)
     assert (cache.rows, cache.capacity) == (3, 32)
+    if cache._pages:
+        return  # nothing is allocated
     calls: list[int] = []
 
     def fails(shape: tuple[int, ...], dtype: Any, pieces: bool) -> tuple[np.ndarray, Any]:
@@ -141,15 +151,73 @@ def test_positions_that_were_never_written_take_no_memory_and_others_give_it_bac
         cache.write(0, begin, begin + 512, piece)
     cache.copy(0, 1, 0, capacity)
     cache.copy(0, 2, 0, capacity)
-    assert resident() - start > whole * 3 // 4  # the measure notices memory that is taken
+    taken = whole // 3 if cache._pages else whole
+    assert all(array[:3].any(axis=(1, 2, 3)).all() for array in cache.arrays)  # reads all of them
+    assert taken * 3 // 4 < resident() - start < taken * 5 // 4  # the measure notices memory that is taken
     cache.close()
     assert resident() - start < whole // 4
 
 
 def resident() -> int:
-    """Bytes of this process in memory that belong to no file."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+    """Bytes of this process in memory, of which a page that several mappings share counts once."""
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem")))
+
+
+# -------------------------------------------------------------------------------------------------------------- pages
+
+
+def test_samples_share_the_pages_of_a_prompt_and_give_memory_back(made: Made):
+    cache = made((Cache("0", "kv", (2, 64), 0), Cache("1", "kv", (1, 64), 0)), limits=replace(LIMITS, max_batch=9))
+    if cache._pages is None:
+        pytest.skip("it shares none")
+    cache.reserve(9, 2048)
+    tokens = list(range(2000))
+    fill(cache, 0, tokens)
+    one = taken(cache)
+    for row in range(1, 8):
+        cache.copy(0, row, 0, 2000)
+    assert taken(cache) <= 1.3 * one, "eight samples take little more than one"
+    for row in range(8):
+        fill(cache, row, [row] * 40, 2000)
+    assert [seen(cache, row, 2040) for row in range(8)] == [[tokens + [row] * 40] * 4 for row in range(8)]
+    fill(cache, 0, [7] * 1000)  # anew, in the row whose pages the others have
+    fill(cache, 3, [8] * 10, 1000)  # before the end of what is shared
+    assert seen(cache, 0, 1000) == [[7] * 1000] * 4
+    assert seen(cache, 3, 1010) == [tokens[:1000] + [8] * 10] * 4
+    assert all(seen(cache, row, 2000) == [tokens] * 4 for row in (1, 2, 4, 5, 6, 7))
+    for row in range(8):
+        cache.release(row)
+    assert taken(cache) == 0
+
+
+def taken(cache: HostCache) -> int:
+    """Bytes of the pages that rows have in all."""
+    assert cache._pages is not None
+    return os.fstat(cache._pages._file).st_blocks * 512
+
+
+@pytest.mark.parametrize("limit", ["mappings", "address space", "overcommit"])
+def test_what_the_system_does_not_allow_is_copied(
+    made: Made, limit: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    caches = (Cache("0", "kv", (1, 64), 0),)
+    if limit == "address space":
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 33, 1 << 33))
+    elif limit == "overcommit":
+        (tmp_path / "overcommit_memory").write_text("2\n", encoding="ascii")
+        monkeypatch.setattr(pages, "KERNEL", tmp_path)
+    cache = made(caches)
+    if limit == "mappings":
+        if cache._pages is not None:
+            cache._pages._most = 1
+    else:
+        assert cache._pages is None
+    fill(cache, 0, tokens := list(range(32)))
+    cache.copy(0, 1, 0, 32)
+    fill(cache, 0, [9] * 32)
+    assert seen(cache, 1, 32) == [tokens] * 2
+    assert cache._pages is None or not cache._pages.shares(1)
 
 
 # -------------------------------------------------------------------------------------------------------------- states
@@ -185,7 +253,8 @@ def test_states_have_no_positions_and_the_cache_says_that_it_cannot_go_back(made
     assert not cache.can_rewind
     assert [tensor.past for tensor in cache.tensors[2:]] == ["past_state.1", "past_state.2"]
     assert [tensor.present for tensor in cache.tensors[2:]] == ["present_state.1", "present_state.2"]
-    assert [array.shape for array in cache.arrays[2:]] == [(3, 3, 5), (3, 2)]
+    rows = LIMITS.max_batch if cache._pages else 3
+    assert [array.shape for array in cache.arrays[2:]] == [(rows, 3, 5), (rows, 2)]
     feed(cache, 0, 0, [5, 6, 7])
     feed(cache, 0, 3, [8])
     assert holds(cache, 0, [5, 6, 7, 8])
