@@ -100,10 +100,11 @@ class HostCache(KVCache):
     def _prepare(self, row: int, start: int) -> None:
         super()._prepare(row, start)
         if self._pages is not None and start < self._pages.shares(row):
-            kept = np.empty(*self.form(start))
-            self._read(row, 0, start, kept)
-            self._pages.renew(row)
-            self._write(row, 0, start, kept)
+            first = max(0, start - self._pages.span)  # before the page that is written next
+            kept = np.empty(*self.form(start - first))
+            self._read(row, first, start, kept)
+            self._pages.renew(row, start)
+            self._write(row, first, start, kept)
 
     def release(self, row: int) -> None:
         """See :class:`KVCache`; its memory is given back."""

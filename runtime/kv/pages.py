@@ -78,7 +78,7 @@ class Pages:
     def shares(self, row: int) -> int:
         """Positions of a row that lie in common pages, which it must not write."""
         common = self._common[row]
-        return 0 if common is None else max(1, common[1])
+        return 0 if common is None else max(1, common[1])  # one of a row that was torn
 
     def share(self, source: int, target: int, end: int) -> None:
         """Let a row, which writes all of itself, have pages that lie wholly in the first ``end`` positions of another,
@@ -96,15 +96,20 @@ class Pages:
         width = self._tensors[tensor].width
         return whole_pages(0, self.shares(row) * width)[1] // width
 
-    def renew(self, row: int) -> None:
-        """Let a row write all of itself; what it held is gone."""
-        slot, others = self._own[row], {common[0] for common in self._common[:row] + self._common[row + 1 :] if common}
+    @property
+    def span(self) -> int:
+        """The most positions that have a part in one page."""
+        return mmap.PAGESIZE // min(it.width for it in self._tensors) + 1
+
+    def renew(self, row: int, end: int = 0) -> None:
+        """Let a row write all of itself from ``end`` on; of what it held only common pages before that stay."""
+        others = {common[0] for common in self._common[:row] + self._common[row + 1 :] if common}
+        slot, (before, _) = self._own[row], self._common[row] or (self._own[row], 0)
         if slot in others:
-            slot = next(free for free in range(2 * self._rows) if free not in others and free not in self._own)
-        before = self._common[row]
-        self._map(row, slot, None)
-        if before is not None and before[0] not in others and before[0] not in self._own:
-            self._free(before[0])
+            slot = next(free for free in range(2 * self._rows) if free not in {*others, *self._own, before})
+        self._map(row, slot, (before, end) if end else None)
+        if not end and before not in others and before not in self._own:
+            self._free(before)
 
     def release(self, row: int) -> None:
         """Give the memory of a row back, except common pages."""
@@ -154,12 +159,12 @@ class Pages:
 
 
 def why_not(workspace: int, available: int) -> str:
-    """The reason why address space for all rows of a cache is not to be reserved here; empty if it is.
+    """The reason why addresses for all rows of a cache are not to be reserved here; empty if they are.
 
     ``workspace``: bytes that kernels allocate, and touch in part, with a cache of that size.
     """
-    if sys.platform != "linux":
-        return "this system is not Linux"
+    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+        return "this is not Linux, or a Python without memfd_create"
     import resource
 
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:

@@ -216,7 +216,7 @@ class TestPages:
 
     @pytest.mark.parametrize("broken", ["renew", "exchange", "shares"])
     def test_a_page_that_another_row_holds_is_not_written(self, paged: Any, broken: str, monkeypatch: Any):
-        def renew(self: Pages, row: int) -> None:
+        def renew(self: Pages, row: int, end: int = 0) -> None:
             self._map(row, self._own[row], None)
 
         errors = {"renew": renew, "exchange": lambda *_: None, "shares": lambda *_: 0}
