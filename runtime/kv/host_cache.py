@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from llmc.bundle import Manifest
 from llmc.errors import ResourceError
 from llmc.inventory import CacheKind
-from llmc.runtime.host.machine import available_memory
 from llmc.runtime.kv.cache import CacheTensor, KVCache, Values
-from llmc.runtime.kv.pages import Pages, whole_pages, why_not
+from llmc.runtime.kv.pages import Pages, whole_pages
 
 log = logging.getLogger(__name__)
 LETS_GO = sys.platform == "linux"  # elsewhere pages that are given back may keep what they hold, and their memory
@@ -24,8 +23,8 @@ LETS_GO = sys.platform == "linux"  # elsewhere pages that are given back may kee
 class HostCache(KVCache):
     """A :class:`KVCache` in numpy arrays. Positions that were never written, or were let go of, take no memory.
 
-    On Linux the first growth reserves addresses for all rows at the longest context: rows never move, and those that
-    begin alike share :class:`Pages`. Elsewhere arrays grow, and rows are copied.
+    On Linux the arrays lie in :class:`Pages`: growth and moves copy nothing, and rows that begin alike share memory.
+    Elsewhere contents are copied.
 
     Attributes:
         arrays: [rows, kv_heads, capacity + spare, head_dim] or [rows, ...] for each of the ``tensors``, or larger;
@@ -33,7 +32,7 @@ class HostCache(KVCache):
     """
 
     arrays: tuple[NDArray[Any], ...] = ()
-    _memory: tuple[mmap.mmap, ...] = ()  # that the arrays lie in, where they grow
+    _memory: Sequence[mmap.mmap | None] = ()  # that the arrays lie in, None of those in pages
     _pages: Pages | None = None
 
     def __init__(self, manifest: Manifest, **options: Any) -> None:
@@ -41,49 +40,42 @@ class HostCache(KVCache):
         self._lets_go = LETS_GO and self._narrowest > 0 and self.can_rewind
 
     def _grow(self, rows: int, capacity: int) -> None:
-        if not self.arrays:
-            self._reserve_all()
-        if self._pages is not None:
-            return
         # All of the new before anything of the old goes, so a failure changes nothing: fresh pages take no memory.
         spare, small = self._manifest.overwritten, self._lets_go
-        found = [
-            _fresh(item.of(rows, capacity + spare), self.type_of(item), small and item.window > 0)
+        if not self.arrays:
+            self._pages = self._open_pages()
+        paged = "kv" if self._pages is not None else ""
+        found = {
+            item.past: _fresh(item.of(rows, capacity + spare), self.type_of(item), small and item.window > 0)
             for item in self.tensors
-        ]
+            if item.kind != paged
+        }
+        if self._pages is not None:
+            names = [item.past for item in self.tensors if item.kind == paged]
+            arrays = self._pages.resize(rows, capacity + spare)
+            found |= {name: (array, None) for name, array in zip(names, arrays, strict=True)}
         self._forget()
         before, tensors = list(self.arrays), list(self.tensors)
-        room = [array for array, _ in found]
-        self.arrays, self._memory = tuple(room), tuple(memory for _, memory in found)
+        room = [found[item.past][0] for item in tensors]
+        self._memory = [found[item.past][1] for item in tensors]
+        self.arrays = tuple(room)
         found.clear()
         while before:  # one at a time, whose old memory goes at once
             old, new, tensor = before.pop(), room.pop(), tensors.pop()
             if tensor.kind == "state":
                 new[: self.rows] = old
-                continue
-            for row, length in enumerate(self._written):
+            for row, length in enumerate(self._written if tensor.kind == "kv" != paged else ()):
                 held = slice(self._find_first_held(tensor, row), length)
                 new[row, :, held] = old[row, :, held]
 
-    def _reserve_all(self) -> None:
-        """Reserve addresses for all that the cache may ever hold, if the system allows it."""
-        plan, limits, target = self._manifest.memory, self._manifest.limits, self._manifest.target
-        if target.name != "cpu" or not any(tensor.kind == "kv" for tensor in self.tensors):
-            return  # an emulated engine computes whole capacities, and states have no positions
-        rows, most = limits.max_batch, limits.max_context + self._manifest.overwritten
-        reason = why_not(plan.parts(most)["workspace"], available_memory())
-        if not reason:
-            try:
-                self._pages = Pages([item.of(rows, most) for item in self.tensors if item.kind == "kv"], self.dtype)
-            except OSError as error:
-                reason = str(error)
-        if self._pages is None:
-            log.info("rows of the cache are copied and share no pages: %s", reason)
-            return
-        ready = iter(self._pages.arrays)
-        self.arrays = tuple(
-            next(ready) if item.kind == "kv" else np.zeros(item.of(rows, 0), np.float32) for item in self.tensors
-        )
+    def _open_pages(self) -> Pages | None:
+        shapes, limits = [item.shape for item in self.tensors if item.kind == "kv"], self._manifest.limits
+        most = limits.max_context + self._manifest.overwritten
+        try:
+            return Pages(shapes, self.dtype, limits.max_batch, most) if shapes else None
+        except OSError as error:
+            log.info("rows of the cache are copied and share no memory: %s", error)
+            return None
 
     def begin(self, first_row: int, past_lengths: Sequence[int], count: int) -> list[int]:
         """See :class:`KVCache`; a row that begins anew gets empty states."""
@@ -136,8 +128,8 @@ class HostCache(KVCache):
                         continue
                     for start in range(row * heads * capacity, (row + 1) * heads * capacity, capacity):
                         begin, stop = whole_pages((start + first) * array.strides[2], (start + last) * array.strides[2])
-                        if begin < stop:  # they are zeros then
-                            self._memory[number].madvise(mmap.MADV_DONTNEED, begin, stop - begin)
+                        if begin < stop and (memory := self._memory[number]) is not None:  # they are zeros then
+                            memory.madvise(mmap.MADV_DONTNEED, begin, stop - begin)
 
     def _read(self, row: int, start: int, end: int, values: Values) -> None:
         parts = self._layout.parts(values, end - start)
@@ -164,8 +156,7 @@ class HostCache(KVCache):
 
     def close(self) -> None:
         super().close()
-        self.arrays = self._memory = ()
-        self._pages = None
+        self.arrays, self._memory, self._pages = (), (), None
 
 
 class LentCache(HostCache):
@@ -176,26 +167,6 @@ class LentCache(HostCache):
         names = [tensor.past for tensor in of.tensors]
         self._of, self._places = of, [names.index(tensor.past) for tensor in self.tensors]
         of.tell(self.close)
-
-    def _reserve_all(self) -> None:
-        """Reserve addresses for all that the cache may ever hold, if the system allows it."""
-        plan, limits, target = self._manifest.memory, self._manifest.limits, self._manifest.target
-        if target.name != "cpu" or not any(tensor.kind == "kv" for tensor in self.tensors):
-            return  # an emulated engine computes whole capacities, and states have no positions
-        rows, most = limits.max_batch, limits.max_context + self._manifest.overwritten
-        reason = why_not(plan.parts(most)["workspace"], available_memory())
-        if not reason:
-            try:
-                self._pages = Pages([item.of(rows, most) for item in self.tensors if item.kind == "kv"], self.dtype)
-            except OSError as error:
-                reason = str(error)
-        if self._pages is None:
-            log.info("rows of the cache are copied and share no pages: %s", reason)
-            return
-        ready = iter(self._pages.arrays)
-        self.arrays = tuple(
-            next(ready) if item.kind == "kv" else np.zeros(item.of(rows, 0), np.float32) for item in self.tensors
-        )
 
     def begin(self, first_row: int, past_lengths: Sequence[int], count: int) -> list[int]:
         """The position after each row's new tokens, which have no keys and values."""

@@ -9,71 +9,99 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
-from math import gcd
+from math import gcd, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmc.errors import ResourceError
 
-KERNEL = Path("/proc/sys/vm")
-SHARED, PRIVATE, FIXED = 1, 2, 16  # Linux's flags of mmap
+MAX_MAPPINGS = Path("/proc/sys/vm/max_map_count")
+SHARED, PRIVATE, FIXED, NO_RESERVE = 1, 2, 16, 0x4000  # Linux's flags of mmap
 PUNCH_HOLE = 1 | 2  # Linux's flags of fallocate: keep the size, free the pages
-PART_OF_MAPPINGS = 4  # of a process's mappings, the share that one cache may take
+PART_OF_MAPPINGS = 2  # of a process's mappings, the share that one cache may take
 
 
 class _Tensor(NamedTuple):
-    """A tensor's part of the file: where it starts, heads of a row, bytes of a head and of a head's position."""
+    """A tensor's part of the file: where it starts, heads of a row, values of a position, bytes of a head and of a
+    head's position."""
 
     start: int
     heads: int
+    values: int
     size: int
     width: int
 
-    def place(self, slot: int) -> int:
-        """Offset of a slot; the addresses of a row are those of the slot with its number."""
-        return self.start + slot * self.heads * self.size
-
     def list_heads(self, slot: int) -> range:
-        return range(self.place(slot), self.place(slot + 1), self.size)
+        start = self.start + slot * self.heads * self.size
+        return range(start, start + self.heads * self.size, self.size)
+
+    def round_up(self, positions: int) -> int:
+        """Positions, at least so many, that fill whole pages."""
+        step = mmap.PAGESIZE // gcd(mmap.PAGESIZE, self.width)
+        return -(-positions // step) * step
+
+
+class _View(NamedTuple):
+    """Addresses at which a tensor's rows lie: the first one, and bytes from head to head."""
+
+    address: int
+    stride: int
 
 
 class Pages:
-    """Tensors [rows, heads, positions, width] in a sparse file in memory, which has two slots for each row.
+    """Tensors [rows, heads, positions, values] whose pages lie in a sparse file in memory, which has two slots for each
+    row at the longest context. Addresses grow; pages stay where they are and are mapped there.
 
     A row writes its own slot. Pages that rows have in common lie in the slot of one of them, are mapped privately by
     all of them and never written again. Pages that were never written take no memory.
 
     Args:
-        shapes: of the tensors, each with at least so many positions; each head then has whole pages.
+        shapes: heads and values of each tensor.
+        rows, positions: the most that there will be.
 
     Raises:
-        OSError: the system does not give the addresses.
+        OSError: the system has no such file, or too few mappings.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: "np.dtype[Any]") -> None:
-        self._rows, self._tensors, end = shapes[0][0], list[_Tensor](), 0
-        for rows, heads, positions, values in shapes:
-            width = values * dtype.itemsize
-            step = mmap.PAGESIZE // gcd(mmap.PAGESIZE, width)  # positions that fill whole pages
-            self._tensors.append(_Tensor(end, heads, -(-positions // step) * step * width, width))
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: "np.dtype[Any]", rows: int, positions: int) -> None:
+        if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+            raise OSError("this is not Linux, or a Python without memfd_create")
+        needed = 2 * rows * sum(heads for heads, _ in shapes)
+        if needed > int(MAX_MAPPINGS.read_text()) // PART_OF_MAPPINGS:
+            raise OSError(f"that may take {needed} mappings, too large a part of vm.max_map_count")
+        self._dtype, self._tensors, end = dtype, list[_Tensor](), 0
+        for heads, values in shapes:
+            it = _Tensor(end, heads, values, 0, values * dtype.itemsize)
+            self._tensors.append(it._replace(size=it.round_up(positions) * it.width))
             end += 2 * rows * heads * self._tensors[-1].size
         self._file = os.memfd_create("llmc-kv-cache")
         weakref.finalize(self, os.close, self._file)
         os.ftruncate(self._file, end)
-        flat = np.frombuffer(mmap.mmap(self._file, end), np.uint8)
-        self._address = flat.ctypes.data
-        self.arrays = [
-            flat[it.start : it.place(rows)].view(dtype).reshape(rows, heads, -1, values)
-            for it, (rows, heads, _, values) in zip(self._tensors, shapes, strict=True)
-        ]
-        self._own = list(range(self._rows))  # the slot of each row
-        self._common: list[tuple[int, int] | None] = [None] * self._rows  # whose pages a row maps, up to a position
-        mappings = int((KERNEL / "max_map_count").read_text()) // PART_OF_MAPPINGS
-        self._most = mappings // (2 * sum(it.heads for it in self._tensors))  # rows that may share
+        self._views: list[_View] = []
+        self._own = list(range(rows))  # the slot of each row
+        self._common: list[tuple[int, int] | None] = [None] * rows  # whose pages a row maps, up to a position
+
+    def resize(self, rows: int, positions: int) -> list[NDArray[Any]]:
+        """Map everything at addresses for at least so many positions; the arrays, which end no sooner than the others
+        before. A failure changes nothing."""
+        shapes = [(rows, it.heads, it.round_up(positions), it.values) for it in self._tensors]
+        sizes = [prod(shape) * self._dtype.itemsize for shape in shapes]
+        flat = np.frombuffer(mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE), "u1")
+        parts = np.split(flat, np.cumsum(sizes)[:-1])
+        before = self._views, list(self._common)
+        strides = (shape[2] * it.width for shape, it in zip(shapes, self._tensors, strict=True))
+        self._views = [_View(part.ctypes.data, stride) for part, stride in zip(parts, strides, strict=True)]
+        try:
+            for row in range(rows):
+                self._map(row, self._own[row], self._common[row])
+        except ResourceError:
+            self._views, self._common = before
+            raise
+        return [part.view(self._dtype).reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def shares(self, row: int) -> int:
         """Positions of a row that lie in common pages, which it must not write."""
@@ -81,10 +109,8 @@ class Pages:
         return 0 if common is None else max(1, common[1])  # one of a row that was torn
 
     def share(self, source: int, target: int, end: int) -> None:
-        """Let a row, which writes all of itself, have pages that lie wholly in the first ``end`` positions of another,
-        as far as the system has mappings."""
-        sharing = sum(common is not None for common in self._common)
-        if sharing + 2 > self._most or end * max(it.width for it in self._tensors) < mmap.PAGESIZE:
+        """Let a row, which writes all of itself, have the pages wholly in the first ``end`` positions of another."""
+        if end * max(it.width for it in self._tensors) < mmap.PAGESIZE:
             return
         slot, held = self._common[source] or (self._own[source], end)
         if self._common[source] is None:
@@ -106,7 +132,7 @@ class Pages:
         others = {common[0] for common in self._common[:row] + self._common[row + 1 :] if common}
         slot, (before, _) = self._own[row], self._common[row] or (self._own[row], 0)
         if slot in others:
-            slot = next(free for free in range(2 * self._rows) if free not in {*others, *self._own, before})
+            slot = next(free for free in range(2 * len(self._own)) if free not in {*others, *self._own, before})
         self._map(row, slot, (before, end) if end else None)
         if not end and before not in others and before not in self._own:
             self._free(before)
@@ -131,19 +157,22 @@ class Pages:
             self._punch(start + begin, end - begin)
 
     def _map(self, row: int, slot: int, common: tuple[int, int] | None, whole: bool = True) -> None:
-        """Map a row's slot and common pages; a row of which that fails has to be renewed."""
+        """Map a row's common pages and, of the ``whole`` row, the rest of its slot; a row of which that fails has to be
+        renewed."""
         self._own[row], self._common[row] = slot, (slot, 0)
-        for it in self._tensors:
-            if whole:
-                self._map_at(it.place(row), it.heads * it.size, SHARED, it.place(slot))
-            if common is not None and (length := whole_pages(0, common[1] * it.width)[1]):
-                for here, there in zip(it.list_heads(row), it.list_heads(common[0]), strict=True):
-                    self._map_at(here, length, PRIVATE, there)
+        for it, view in zip(self._tensors, self._views, strict=True):
+            address = view.address + row * it.heads * view.stride
+            shared = whole_pages(0, common[1] * it.width)[1] if common is not None else 0
+            for mine, others in zip(it.list_heads(slot), it.list_heads(common[0] if common else slot), strict=True):
+                if shared:
+                    self._map_at(address, shared, PRIVATE, others)
+                if whole and shared < view.stride:
+                    self._map_at(address + shared, view.stride - shared, SHARED, mine + shared)
+                address += view.stride
         self._common[row] = common
 
-    def _map_at(self, place: int, size: int, kind: int, offset: int) -> None:
-        """Map a part of the file at the addresses of another part."""
-        address, access = self._address + place, mmap.PROT_READ | mmap.PROT_WRITE
+    def _map_at(self, address: int, size: int, kind: int, offset: int) -> None:
+        access = mmap.PROT_READ | mmap.PROT_WRITE
         if _libc().mmap(address, size, access, kind | FIXED, self._file, offset) != address:
             raise ResourceError(
                 f"the system does not map pages of the cache ({os.strerror(ctypes.get_errno())}); allow it more "
@@ -152,27 +181,10 @@ class Pages:
 
     def _free(self, slot: int) -> None:
         for it in self._tensors:
-            self._punch(it.place(slot), it.heads * it.size)
+            self._punch(it.list_heads(slot).start, it.heads * it.size)
 
     def _punch(self, offset: int, size: int) -> None:
         _libc().fallocate(self._file, PUNCH_HOLE, offset, size)  # a failure keeps memory, no more
-
-
-def why_not(workspace: int, available: int) -> str:
-    """The reason why addresses for all rows of a cache are not to be reserved here; empty if they are.
-
-    ``workspace``: bytes that kernels allocate, and touch in part, with a cache of that size.
-    """
-    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
-        return "this is not Linux, or a Python without memfd_create"
-    import resource
-
-    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-        return "the address space is limited (ulimit -v)"
-    with suppress(OSError):
-        if (KERNEL / "overcommit_memory").read_text().strip() == "2":
-            return "the system promises no more memory than it has (vm.overcommit_memory is 2)"
-    return "" if workspace <= available else "memory is short"
 
 
 def whole_pages(first: int, last: int) -> tuple[int, int]:

@@ -34,7 +34,7 @@ from llmc.runtime.sessions.onnxruntime.replay import Named, Replay, States, bind
 # Bindings that are kept beside that of the last long call. A binding takes 0.4 ms to make for 24 layers, 2 % of a step
 # of a 0.5B model: worth keeping for every number of rows of a step and of drafted tokens, and not for a chunk's 90 ms.
 KEPT_BINDINGS = 32
-# Bindings of calls with at most this many tokens (a chunk has more), or as many as there may be rows, are kept, and
+# Bindings of calls with at most this many tokens (a chunk has more), or as many as the cache has rows, are kept, and
 # share memory for their logits: steps, and drafts with the token before them.
 SHARED_OUTPUTS = 32
 
@@ -162,7 +162,7 @@ class OnnxRuntimeSession(Session):
             return bound.kept[shape]
         if bound.long is not None and bound.long[0] == shape:
             return bound.long[1]
-        kept = batch.input_ids.size <= max(SHARED_OUTPUTS, self._manifest.limits.max_batch)
+        kept = batch.input_ids.size <= max(SHARED_OUTPUTS, self.cache.rows)
         if not kept:
             bound.long = None  # its outputs go before new ones come
         binding = self._bind_anew(kind, batch, self._room_for(batch, shared=kept))
@@ -193,7 +193,7 @@ class OnnxRuntimeSession(Session):
         if batch.adapters and self._factors is not None:
             binding.bind_inputs(self._factors.views(batch.first_row, rows))
         if self._takes_slots:
-            binding.bind_slots(self.cache.capacity)
+            binding.bind_slots(self.cache.arrays[0].shape[2])
         if batch.provisional and self._replay is not None:
             states = [(tensor, array) for tensor, array in caches if tensor.kind == "state"]
             binding.bind_outputs(self._replay.outputs(sequence, states))
@@ -216,8 +216,7 @@ class OnnxRuntimeSession(Session):
         if not shared:
             return np.empty((*shape, vocab), np.float32)
         if self._bound.logits is None:
-            most = max(SHARED_OUTPUTS, self._manifest.limits.max_batch)
-            self._bound.logits = np.empty((most, vocab), np.float32)
+            self._bound.logits = np.empty((max(SHARED_OUTPUTS, self.cache.rows), vocab), np.float32)
         return self._bound.logits[: shape[0] * shape[1]].reshape(*shape, vocab)
 
 

@@ -2,7 +2,6 @@
 
 import os
 import random
-import resource
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,10 +27,11 @@ Made = Callable[..., HostCache]
 
 
 @pytest.fixture(params=["pages", "growth"])
-def made(manifest: Manifest, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Made:
-    """Makes caches of 3 rows x 32 positions: such as share pages, and such as grow and are copied."""
+def made(manifest: Manifest, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Made:
+    """Makes caches of 3 rows x 32 positions, which share pages or, where few mappings are allowed, are copied."""
     if request.param == "growth":
-        monkeypatch.setattr(module, "why_not", lambda *_: "a test")
+        monkeypatch.setattr(pages, "MAX_MAPPINGS", few := tmp_path / "few")
+        few.write_text("5\n", encoding="ascii")
     elif sys.platform != "linux":
         pytest.skip("rows share pages on Linux")
 
@@ -76,8 +76,7 @@ def test_a_lent_cache_shows_some_layers_of_another_and_lets_it_move(made: Made, 
         assert all(mine is its for mine, its in zip(lent.arrays, cache.arrays[2:], strict=True))
         lent.note_computed(2, [201])
         assert tuple(cache._written) == (0, 0, 0)
-    moves = [] if cache._pages else [0, 0]
-    assert told == moves, "nothing of the old memory is held when it moves"
+    assert told == [0, 0], "nothing of the old memory is held when it moves"
     assert not any(it.bytes(32, 4) or it.outputs for it in caches)
 
 
@@ -118,8 +117,6 @@ def test_growth_that_memory_does_not_allow_is_refused_and_the_cache_stays(made: 
         with pytest.raises(ResourceError, match=r"cache for 512 tokens needs .* MB more, 0 MB are available"):
             cache.reserve(3, 512)
     assert (cache.rows, cache.capacity) == (3, 32)
-    if cache._pages:
-        return  # nothing is allocated
     calls: list[int] = []
 
     def fails(shape: tuple[int, ...], dtype: Any, pieces: bool) -> tuple[np.ndarray, Any]:
@@ -129,8 +126,15 @@ def test_growth_that_memory_does_not_allow_is_refused_and_the_cache_stays(made: 
         return np.zeros(shape, dtype), None
 
     cache.write(0, 0, 4, given := numbers(4 * POSITION))
+
+    def maps(self: pages.Pages, *where: int) -> None:
+        fails((), None, False)
+        map_at(self, *where)
+
+    map_at = pages.Pages._map_at
     with monkeypatch.context() as patch:
         patch.setattr(module, "_fresh", fails)
+        patch.setattr(pages.Pages, "_map_at", maps)
         with pytest.raises(ResourceError, match="no pages"):
             cache.reserve(3, 512)
     assert (cache.rows, cache.capacity) == (3, 32)
@@ -197,29 +201,6 @@ def taken(cache: HostCache) -> int:
     return os.fstat(cache._pages._file).st_blocks * 512
 
 
-@pytest.mark.parametrize("limit", ["mappings", "address space", "overcommit"])
-def test_what_the_system_does_not_allow_is_copied(
-    made: Made, limit: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    caches = (Cache("0", "kv", (1, 64), 0),)
-    if limit == "address space":
-        monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 33, 1 << 33))
-    elif limit == "overcommit":
-        (tmp_path / "overcommit_memory").write_text("2\n", encoding="ascii")
-        monkeypatch.setattr(pages, "KERNEL", tmp_path)
-    cache = made(caches)
-    if limit == "mappings":
-        if cache._pages is not None:
-            cache._pages._most = 1
-    else:
-        assert cache._pages is None
-    fill(cache, 0, tokens := list(range(32)))
-    cache.copy(0, 1, 0, 32)
-    fill(cache, 0, [9] * 32)
-    assert seen(cache, 1, 32) == [tokens] * 2
-    assert cache._pages is None or not cache._pages.shares(1)
-
-
 # -------------------------------------------------------------------------------------------------------------- states
 
 
@@ -253,8 +234,7 @@ def test_states_have_no_positions_and_the_cache_says_that_it_cannot_go_back(made
     assert not cache.can_rewind
     assert [tensor.past for tensor in cache.tensors[2:]] == ["past_state.1", "past_state.2"]
     assert [tensor.present for tensor in cache.tensors[2:]] == ["present_state.1", "present_state.2"]
-    rows = LIMITS.max_batch if cache._pages else 3
-    assert [array.shape for array in cache.arrays[2:]] == [(rows, 3, 5), (rows, 2)]
+    assert [array.shape for array in cache.arrays[2:]] == [(3, 3, 5), (3, 2)]
     feed(cache, 0, 0, [5, 6, 7])
     feed(cache, 0, 3, [8])
     assert holds(cache, 0, [5, 6, 7, 8])

@@ -1,6 +1,5 @@
 """ONNX Runtime behind the seam: rows, bindings, fallbacks, and every way in which it refuses."""
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from doubles.caches import read
 from onnx import numpy_helper, parser
 
 from llmc.bundle import Manifest, read_bundle
-from llmc.runtime.kv import host_cache
 from llmc.runtime.runner.prefill import batch
 from llmc.runtime.sessions import Batch, Phase, Session, open_session
 from llmc.runtime.sessions.onnxruntime import cpu
@@ -205,24 +203,13 @@ def decode_in_place(session: Session, rows: int) -> np.ndarray:
     return session.run(Batch(Phase.DECODE, zeros + 7, zeros[:, 0] + 37, zeros))
 
 
-@pytest.mark.parametrize("moves", [True, False])
-def test_growth_keeps_the_contents_and_binds_anew_where_it_moves_them(
-    tiny_bundle: Path, binds: list[str], moves: bool, monkeypatch: pytest.MonkeyPatch
-):
-    if moves:
-        monkeypatch.setattr(host_cache, "why_not", lambda *_: "a test")
-    elif sys.platform != "linux":
-        pytest.skip("only on Linux memory stays where it is")
-    session = open_session(tiny_bundle, with_rows(read_bundle(tiny_bundle)), 1)
-    session.cache.reserve(ROWS, 256)
+def test_growth_binds_anew_and_keeps_the_contents(session: Session, binds: list[str]):
     prefill(session, PROMPTS[2], row=1)
     want = decode(session, [7], [37], first_row=1)
     binds.clear()
     session.cache.reserve(ROWS, 512)
     assert np.array_equal(decode(session, [7], [37], first_row=1), want)
-    assert len(binds) == len(set(binds))
-    assert ("present.0.key" in binds) is moves
-    session.close()
+    assert len(binds) == len(set(binds)) > 4
 
 
 # ---------------------------------------------------------------------------------------------------------- opening
