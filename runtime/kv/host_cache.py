@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
-from llmc.errors import ResourceError
 from llmc.inventory import CacheKind
 from llmc.runtime.kv.cache import CacheTensor, KVCache, Values
-from llmc.runtime.kv.pages import Pages, whole_pages
+from llmc.runtime.kv.pages import Pages, map_fresh, whole_pages
 
 log = logging.getLogger(__name__)
 LETS_GO = sys.platform == "linux"  # elsewhere pages that are given back may keep what they hold, and their memory
@@ -32,7 +31,7 @@ class HostCache(KVCache):
     """
 
     arrays: tuple[NDArray[Any], ...] = ()
-    _memory: Sequence[mmap.mmap | None] = ()  # that the arrays lie in, None of those in pages
+    _memory: Sequence[mmap.mmap] = ()  # of arrays that are in no pages
     _pages: Pages | None = None
 
     def __init__(self, manifest: Manifest, **options: Any) -> None:
@@ -44,27 +43,23 @@ class HostCache(KVCache):
         spare, small = self._manifest.overwritten, self._lets_go
         if not self.arrays:
             self._pages = self._open_pages()
-        paged = "kv" if self._pages is not None else ""
+        copied = [item for item in self.tensors if item.kind == "state" or self._pages is None]
         found = {
-            item.past: _fresh(item.of(rows, capacity + spare), self.type_of(item), small and item.window > 0)
-            for item in self.tensors
-            if item.kind != paged
+            item: _fresh(item.of(rows, capacity + spare), self.type_of(item), small and item.window > 0)
+            for item in copied
         }
-        if self._pages is not None:
-            names = [item.past for item in self.tensors if item.kind == paged]
-            arrays = self._pages.resize(rows, capacity + spare)
-            found |= {name: (array, None) for name, array in zip(names, arrays, strict=True)}
+        mapped = iter(() if self._pages is None else self._pages.resize(rows, capacity + spare))
         self._forget()
         before, tensors = list(self.arrays), list(self.tensors)
-        room = [found[item.past][0] for item in tensors]
-        self._memory = [found[item.past][1] for item in tensors]
+        room = [found[item][0] if item in found else next(mapped) for item in tensors]
+        self._memory = [found[item][1] for item in copied]
         self.arrays = tuple(room)
         found.clear()
         while before:  # one at a time, whose old memory goes at once
             old, new, tensor = before.pop(), room.pop(), tensors.pop()
             if tensor.kind == "state":
                 new[: self.rows] = old
-            for row, length in enumerate(self._written if tensor.kind == "kv" != paged else ()):
+            for row, length in enumerate(self._written if self._pages is None and tensor.kind == "kv" else ()):
                 held = slice(self._find_first_held(tensor, row), length)
                 new[row, :, held] = old[row, :, held]
 
@@ -128,8 +123,8 @@ class HostCache(KVCache):
                         continue
                     for start in range(row * heads * capacity, (row + 1) * heads * capacity, capacity):
                         begin, stop = whole_pages((start + first) * array.strides[2], (start + last) * array.strides[2])
-                        if begin < stop and (memory := self._memory[number]) is not None:  # they are zeros then
-                            memory.madvise(mmap.MADV_DONTNEED, begin, stop - begin)
+                        if begin < stop:  # they are zeros then
+                            self._memory[number].madvise(mmap.MADV_DONTNEED, begin, stop - begin)
 
     def _read(self, row: int, start: int, end: int, values: Values) -> None:
         parts = self._layout.parts(values, end - start)
@@ -180,17 +175,7 @@ class LentCache(HostCache):
 def _fresh(shape: tuple[int, ...], dtype: np.dtype[Any], pieces: bool) -> tuple[NDArray[Any], mmap.mmap]:
     """Zeros, and the pages that they lie in, which are taken when written; ``pieces`` may be given back one by one."""
     count = math.prod(shape)
-    size = max(1, count * dtype.itemsize)
-    try:
-        if sys.platform == "win32":
-            pages = mmap.mmap(-1, size)
-        else:
-            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise ResourceError(
-            f"growing the cache ran out of memory ({size} bytes for one tensor); use a smaller --max-context or a "
-            "smaller model"
-        ) from error
+    pages = map_fresh(max(1, count * dtype.itemsize))
     if pieces and hasattr(mmap, "MADV_NOHUGEPAGE"):  # a huge one would be taken whole again
         pages.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(pages, dtype, count).reshape(shape), pages

@@ -90,7 +90,7 @@ class Pages:
         before. A failure changes nothing."""
         shapes = [(rows, it.heads, it.round_up(positions), it.values) for it in self._tensors]
         sizes = [prod(shape) * self._dtype.itemsize for shape in shapes]
-        flat = np.frombuffer(mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE), "u1")
+        flat = np.frombuffer(map_fresh(sum(sizes), NO_RESERVE), np.uint8)
         parts = np.split(flat, np.cumsum(sizes)[:-1])
         before = self._views, list(self._common)
         strides = (shape[2] * it.width for shape, it in zip(shapes, self._tensors, strict=True))
@@ -185,6 +185,18 @@ class Pages:
 
     def _punch(self, offset: int, size: int) -> None:
         _libc().fallocate(self._file, PUNCH_HOLE, offset, size)  # a failure keeps memory, no more
+
+
+def map_fresh(size: int, flags: int = 0) -> mmap.mmap:
+    """Memory of so many zeros, which is taken when it is written."""
+    try:
+        if sys.platform == "win32":
+            return mmap.mmap(-1, size)
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
+    except OSError as error:
+        raise ResourceError(
+            f"growing the cache ran out of memory ({size} bytes at once); use a smaller --max-context or model"
+        ) from error
 
 
 def whole_pages(first: int, last: int) -> tuple[int, int]:

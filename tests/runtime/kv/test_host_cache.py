@@ -1,5 +1,6 @@
 """The cache in the process's memory: layers of different shapes, states that cannot go back, growth that keeps."""
 
+import mmap
 import os
 import random
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -117,6 +119,10 @@ def test_growth_that_memory_does_not_allow_is_refused_and_the_cache_stays(made: 
         with pytest.raises(ResourceError, match=r"cache for 512 tokens needs .* MB more, 0 MB are available"):
             cache.reserve(3, 512)
     assert (cache.rows, cache.capacity) == (3, 32)
+    with monkeypatch.context() as patch:
+        patch.setattr(mmap, "mmap", Mock(side_effect=OSError("no addresses")))
+        with pytest.raises(ResourceError, match="growing the cache ran out of memory"):
+            cache.reserve(3, 512)
     calls: list[int] = []
 
     def fails(shape: tuple[int, ...], dtype: Any, pieces: bool) -> tuple[np.ndarray, Any]:
