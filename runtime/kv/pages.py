@@ -9,6 +9,7 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from math import gcd, prod
 from pathlib import Path
@@ -140,7 +141,8 @@ class Pages:
     def release(self, row: int) -> None:
         """Give the memory of a row back, except common pages."""
         if self._common[row] is not None:
-            self.renew(row)
+            with suppress(ResourceError):  # it is renewed when it begins anew
+                self.renew(row)
         self._free(self._own[row])
 
     def exchange(self, one: int, other: int) -> None:

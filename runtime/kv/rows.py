@@ -129,8 +129,8 @@ class Rows(Generic[_S]):
             gap = self._move(self._decoding, gap)
         self._move(len(self._order) - 1, gap)
         self._order.pop()
-        self._cache.release(len(self._order))
         slot.row = -1
+        self._cache.release(len(self._order))
 
     def hand_on(self, slot: _S, heir: _S, cached: int) -> None:
         """Give the row of ``slot`` to ``heir``, who keeps its first ``cached`` positions."""

@@ -148,10 +148,6 @@ class StagedCache(KVCache):
         self.ask("let_go", row, end)
         super().let_go(row, end)
 
-    def release(self, row: int) -> None:
-        """See :class:`KVCache`."""
-        self.ask("release", row)
-
     def read_states(self, row: int, end: int) -> Values:
         """See :class:`KVCache`."""
         found: Values = np.concatenate(self.ask("read_states", row, end))
