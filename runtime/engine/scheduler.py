@@ -211,7 +211,9 @@ class Scheduler:
         if self._prefixes is None or limit < self._prefixes.block or sequence.group.wants_prompt:
             return
         with self._prefixes.match(sequence.names, limit, *sequence.prefix_names) as match:
-            for i, values in enumerate(match.blocks):
+            if (donor := self._find_donor(sequence, match.length)) is not None:
+                self._rows.share(donor, sequence, 0, match.length)
+            for i, values in enumerate(() if donor else match.blocks):
                 start = i * self._prefixes.block
                 self._cache.write(sequence.row, start, start + self._prefixes.block, values)
                 self._cache.let_go(sequence.row, start + self._prefixes.block)
@@ -221,6 +223,16 @@ class Scheduler:
         if not self._cache.can_rewind:
             end = len(sequence.context) - PROMPT_END
             sequence.stop = end - end % self._prefixes.block
+
+    def _find_donor(self, sequence: Sequence, length: int) -> Sequence | None:
+        """A sequence whose prompt begins with the same tokens, and whose row has them: rows may share their memory."""
+
+        def gives(other: Sequence) -> bool:
+            has = other.holds_prompt and length <= len(other.request.prompt) and self._rows.can_fork(other, length)
+            same = other.prefix_names == sequence.prefix_names
+            return has and same and other.names[:length] == sequence.names[:length]
+
+        return next(filter(gives, self._rows.held), None) if length else None
 
     # ------------------------------------------------------------------------------------------ steps
 

@@ -208,11 +208,10 @@ class KVCache(ABC):
                 f"rows {first_row} ... {first_row + len(ends) - 1} up to position {max(ends)} are asked for, "
                 f"the cache has {self.rows} rows of {self._capacity}; reserve room first"
             )
-        if self._lets_go:
-            for row, past in enumerate(past_lengths, first_row):
+        for row, past in enumerate(past_lengths, first_row):
+            if self._lets_go:
                 self._check_resumable(row, past)
-                if not past:
-                    self._renew(row)
+            self._prepare(row, past)
         return ends
 
     def note_computed(self, first_row: int, ends: Sequence[int]) -> None:
@@ -254,9 +253,9 @@ class KVCache(ABC):
             self._settled[row] = end
             self._discard(row, self._written[row])
 
-    def _renew(self, row: int) -> None:
-        """Start a row anew and drop what it held."""
-        if self._settled[row]:
+    def _prepare(self, row: int, start: int) -> None:
+        """Let a row be written from ``start`` on; one that begins anew drops what it held."""
+        if not start and self._settled[row]:
             self._discard(row, 0)
             self._settled[row] = self._written[row] = 0
 
@@ -275,10 +274,11 @@ class KVCache(ABC):
         if source == target or not end:
             return
         self._check_resumable(source, end)
-        if not start:
-            self._renew(target)
+        self._prepare(target, start)
         with self._guard("copying in the cache"):
             self._copy(source, target, start, end)
+            for view, other in zip(self._state_views(target), self._state_views(source), strict=True):
+                view[...] = other
         self._settled[target] = max(self._settled[source], self._settled[target])
         self._note_written(target, end)
 
@@ -289,11 +289,16 @@ class KVCache(ABC):
             self._check_resumable(row, end)
         with self._guard("moving in the cache"):
             self._swap(one, its_end, other, others_end)
+            for view, its in zip(self._state_views(one), self._state_views(other), strict=True):
+                view[...], its[...] = its.copy(), view.copy()
         self._written[one], self._written[other] = others_end, its_end
         self._settled[one], self._settled[other] = self._settled[other], self._settled[one]
         if self._settled[one] or self._settled[other]:
             self._discard(one, others_end)
             self._discard(other, its_end)
+
+    def release(self, row: int) -> None:  # noqa: B027  # few caches give memory back
+        """Note that no sequence holds a row any more."""
 
     def form(self, count: int) -> Form:
         """Shape and type of what :meth:`read` gives for ``count`` positions."""
@@ -349,8 +354,7 @@ class KVCache(ABC):
                 f"cache contents of {values.dtype} {list(values.shape)} are given, expected {dtype} {list(shape)} for "
                 f"{end - start} positions: they come from another bundle"
             )
-        if not start:
-            self._renew(row)
+        self._prepare(row, start)
         with self._guard("writing the cache"):
             self._write(row, start, end, values)
         if self.can_rewind:

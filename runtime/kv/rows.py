@@ -135,6 +135,7 @@ class Rows(Generic[_S]):
         self._move(len(self._order) - 1, gap)
         self._order.pop()
         slot.row = -1
+        self._cache.release(len(self._order))
 
     def hand_on(self, slot: _S, heir: _S, cached: int) -> None:
         """Give the row of ``slot`` to ``heir``, who keeps its first ``cached`` positions."""
@@ -153,7 +154,7 @@ class Rows(Generic[_S]):
         if source != target:
             slot = self._order[source]
             with moving():
-                self._cache.copy(source, target, 0, slot.cached)
+                self._cache.swap(target, 0, source, slot.cached)
             self._order[target], slot.row = slot, target
         return source
 

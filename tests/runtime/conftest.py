@@ -145,9 +145,12 @@ class Tokens:
         self.tokens[row, start:end] = values
 
     def swap(self, one: int, its_end: int, other: int, others_end: int) -> None:
-        self.check(one, 0, others_end)
-        self.check(other, 0, its_end)
+        self.check(one, 0, its_end)
+        self.check(other, 0, others_end)
         self.tokens[[one, other]] = self.tokens[[other, one]]
+
+    def release(self, row: int) -> None:
+        pass
 
     def can_resume(self, row: int, position: int) -> bool:
         return self.can_rewind

@@ -193,7 +193,7 @@ class OnnxRuntimeSession(Session):
         if batch.adapters and self._factors is not None:
             binding.bind_inputs(self._factors.views(batch.first_row, rows))
         if self._takes_slots:
-            binding.bind_slots(self.cache.capacity)
+            binding.bind_slots(self.cache.arrays[0].shape[2])
         if batch.provisional and self._replay is not None:
             states = [(tensor, array) for tensor, array in caches if tensor.kind == "state"]
             binding.bind_outputs(self._replay.outputs(sequence, states))

@@ -342,6 +342,25 @@ def test_a_function_runs_between_two_steps_and_its_error_is_the_callers(make_eng
         engine.call(lambda: 1 / 0)  # type: ignore[arg-type,return-value]
 
 
+@pytest.mark.parametrize("scope", [None, "another"])
+def test_a_cached_prefix_that_another_row_holds_is_taken_from_that_row(
+    make_engine: Any, remembering: Any, alone: Alone, scope: str | None
+):
+    session, copies = remembering(), list[tuple[int, int]]()
+    copy = session.cache.copy
+    session.cache.copy = lambda *places: (copies.append(places[2:]), copy(*places))
+    engine, second = make_engine(session, prefix_bytes=1 << 20), list[Any]()
+
+    def ask_again(_: Any) -> None:
+        if not second:
+            second.append(engine.submit(ask([*PROMPT, 7, 8, 9], prefix_scope=scope)))
+
+    first = engine.submit(ask(on_delta=ask_again))
+    assert tokens(first) == alone(PROMPT, SAMPLED)
+    assert tokens(second[0]) == alone([*PROMPT, 7, 8, 9], SAMPLED)
+    assert copies == ([(0, len(PROMPT))] if scope is None else [])
+
+
 # ------------------------------------------------------------------------------------------------------------ numbers
 
 

@@ -18,7 +18,7 @@ PATIENCE = 120
 CLIENTS = 12
 # Calls of every kind that the requests below make of a session, and some more: beyond them nothing fails.
 CALLS = [1, 7, 25, 60, 130, 10_000]
-KINDS = ("run", "reserve", "copy", "read", "write")
+KINDS = ("run", "reserve", "copy", "swap", "read", "write")
 
 Alone = Callable[..., list[int]]
 
@@ -247,7 +247,7 @@ def test_rows_that_could_not_be_moved_cost_who_holds_one_and_nobody_who_waits(
     make_engine: Any, remembering: Any, alone: Alone
 ):
     """Whoever leaves has another one's positions moved: half a move is no cache to go on with."""
-    session = Failing(remembering(), 0, refused(), ("copy",))
+    session = Failing(remembering(), 0, refused(), ("swap",))
     engine = make_engine(session, max_batch=2)
     requests = [asked(10, 3), asked(100, 30), asked(200, 5)]
     first, second, third = held_back(engine, requests)
@@ -276,7 +276,7 @@ def test_an_engine_that_does_not_know_a_loss_asks_the_gpu_again(make_engine: Any
 
 @pytest.mark.usefixtures("swallowed")
 def test_an_engine_that_does_not_know_a_torn_row_goes_on_with_it(make_engine: Any, remembering: Any):
-    session = Failing(remembering(), 0, refused(), ("copy",))
+    session = Failing(remembering(), 0, refused(), ("swap",))
     engine = make_engine(session, max_batch=2)
     requests = [asked(10, 3), asked(100, 30)]
     outcomes = held_back(engine, requests)

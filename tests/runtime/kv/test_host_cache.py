@@ -1,11 +1,14 @@
 """The cache in the process's memory: layers of different shapes, states that cannot go back, growth that keeps."""
 
+import mmap
+import os
 import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from llmc.bundle import Limits, Manifest
 from llmc.errors import ResourceError, UsageError
 from llmc.inventory import BACK, Cache
 from llmc.runtime.kv import host_cache as module
+from llmc.runtime.kv import pages
 from llmc.runtime.kv.host_cache import HostCache, LentCache
 from llmc.runtime.kv.rows import Rows
 
@@ -24,9 +28,14 @@ POSITION = 2 * (8 + 6 + 6)  # values of one, with the layers of RAGGED
 Made = Callable[..., HostCache]
 
 
-@pytest.fixture
-def made(manifest: Manifest) -> Made:
-    """Makes caches of 3 rows x 32 positions."""
+@pytest.fixture(params=["pages", "growth"])
+def made(manifest: Manifest, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Made:
+    """Makes caches of 3 rows x 32 positions, which share pages or, where few mappings are allowed, are copied."""
+    if request.param == "growth":
+        monkeypatch.setattr(pages, "MAX_MAPPINGS", few := tmp_path / "few")
+        few.write_text("5\n", encoding="ascii")
+    elif sys.platform != "linux":
+        pytest.skip("rows share pages on Linux")
 
     def make(caches: Sequence[Cache] = RAGGED, kind: str = "float32", limits: Limits = LIMITS, **options: Any) -> Any:
         geometry = replace(manifest.geometry, caches=tuple(caches))
@@ -110,6 +119,10 @@ def test_growth_that_memory_does_not_allow_is_refused_and_the_cache_stays(made: 
         with pytest.raises(ResourceError, match=r"cache for 512 tokens needs .* MB more, 0 MB are available"):
             cache.reserve(3, 512)
     assert (cache.rows, cache.capacity) == (3, 32)
+    with monkeypatch.context() as patch:
+        patch.setattr(mmap, "mmap", Mock(side_effect=OSError("no addresses")))
+        with pytest.raises(ResourceError, match="growing the cache ran out of memory"):
+            cache.reserve(3, 512)
     calls: list[int] = []
 
     def fails(shape: tuple[int, ...], dtype: Any, pieces: bool) -> tuple[np.ndarray, Any]:
@@ -119,8 +132,15 @@ def test_growth_that_memory_does_not_allow_is_refused_and_the_cache_stays(made: 
         return np.zeros(shape, dtype), None
 
     cache.write(0, 0, 4, given := numbers(4 * POSITION))
+
+    def maps(self: pages.Pages, *where: int) -> None:
+        fails((), None, False)
+        map_at(self, *where)
+
+    map_at = pages.Pages._map_at
     with monkeypatch.context() as patch:
         patch.setattr(module, "_fresh", fails)
+        patch.setattr(pages.Pages, "_map_at", maps)
         with pytest.raises(ResourceError, match="no pages"):
             cache.reserve(3, 512)
     assert (cache.rows, cache.capacity) == (3, 32)
@@ -141,15 +161,50 @@ def test_positions_that_were_never_written_take_no_memory_and_others_give_it_bac
         cache.write(0, begin, begin + 512, piece)
     cache.copy(0, 1, 0, capacity)
     cache.copy(0, 2, 0, capacity)
-    assert resident() - start > whole * 3 // 4  # the measure notices memory that is taken
+    taken = whole // 3 if cache._pages else whole
+    assert all(array[:3].any(axis=(1, 2, 3)).all() for array in cache.arrays)  # reads all of them
+    assert taken * 3 // 4 < resident() - start < taken * 5 // 4  # the measure notices memory that is taken
     cache.close()
     assert resident() - start < whole // 4
 
 
 def resident() -> int:
-    """Bytes of this process in memory that belong to no file."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+    """Bytes of this process in memory, of which a page that several mappings share counts once."""
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem")))
+
+
+# -------------------------------------------------------------------------------------------------------------- pages
+
+
+def test_samples_share_the_pages_of_a_prompt_and_give_memory_back(made: Made):
+    cache = made((Cache("0", "kv", (2, 64), 0), Cache("1", "kv", (1, 64), 0)), limits=replace(LIMITS, max_batch=9))
+    if cache._pages is None:
+        pytest.skip("it shares none")
+    cache.reserve(9, 2048)
+    tokens = list(range(2000))
+    fill(cache, 0, tokens)
+    one = taken(cache)
+    for row in range(1, 8):
+        cache.copy(0, row, 0, 2000)
+    assert taken(cache) <= 1.3 * one, "eight samples take little more than one"
+    for row in range(8):
+        fill(cache, row, [row] * 40, 2000)
+    assert [seen(cache, row, 2040) for row in range(8)] == [[tokens + [row] * 40] * 4 for row in range(8)]
+    fill(cache, 0, [7] * 1000)  # anew, in the row whose pages the others have
+    fill(cache, 3, [8] * 10, 1000)  # before the end of what is shared
+    assert seen(cache, 0, 1000) == [[7] * 1000] * 4
+    assert seen(cache, 3, 1010) == [tokens[:1000] + [8] * 10] * 4
+    assert all(seen(cache, row, 2000) == [tokens] * 4 for row in (1, 2, 4, 5, 6, 7))
+    for row in range(8):
+        cache.release(row)
+    assert taken(cache) == 0
+
+
+def taken(cache: HostCache) -> int:
+    """Bytes of the pages that rows have in all."""
+    assert cache._pages is not None
+    return os.fstat(cache._pages._file).st_blocks * 512
 
 
 # -------------------------------------------------------------------------------------------------------------- states
