@@ -62,9 +62,9 @@ def start_weights() -> None:
     """Write the weights in the background, in a session of its own, which outlives this call."""
     bundles = sorted(path.parent for path in (WORK / "speed").glob("*/weights.json"))
     script = str(Path(__file__).with_name("weights.py"))
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen([sys.executable, script, *map(str, bundles)], start_new_session=True, **quiet)
-    report(bundles=len(bundles), process=process.pid)
+    command = ["setsid", "--fork", sys.executable, script, *map(str, bundles)]
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    report(bundles=len(bundles))
 
 
 ITEMS = {**{call: partial(assemble, call) for call in "ABC"}, "start-weights": start_weights}

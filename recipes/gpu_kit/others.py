@@ -20,8 +20,8 @@ def rtx() -> None:
 
     report(library=str(importlib.import_module("tensorrt_rtx").__version__))
     lists_gpu = library.lists_gpu
-    for module in list(sys.modules.values()):  # the question is what the library does, not what it lists
-        if getattr(module, "lists_gpu", None) is lists_gpu:
+    for name, module in list(sys.modules.items()):  # the question is what the library does, not what it lists
+        if name.startswith("llmc.") and getattr(module, "lists_gpu", None) is lists_gpu:
             module.lists_gpu = lambda *_: True  # type: ignore[attr-defined]
     known = np.load(WORK / "tiny" / "llama-g4-fp16.npz")
     ids, wanted = known["ids"].tolist(), known["logits"]
