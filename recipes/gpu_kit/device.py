@@ -39,7 +39,8 @@ def machine() -> None:
     disk = shutil.disk_usage(WORK)
     report(versions=versions, python=platform.python_version(), cpus=os.cpu_count(), disk_free_gb=disk.free / 1e9)
     commit = WORK / "llmc" / "COMMIT"
-    report(commit=commit.read_text().strip() if commit.exists() else "the checkout's own")
+    head = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    report(commit=(commit.read_text() if commit.exists() else subprocess.check_output(head, text=True)).strip())
 
 
 def copies() -> None:

@@ -168,9 +168,9 @@ def speed(name: str, fast: str, *variables: str) -> None:
         runner, weights = model.runner, model.manifest.step_weight_bytes
         ids, more = draw(model, max(POSITIONS) + STEPS), {}
         runner.reserve(len(ids))
-        for way, recordings in (("graph", 512), ("plain", 0)):
-            cuda.MOST_RECORDINGS = recordings  # type: ignore[misc]
-            runner.session.cache.reserve(1 + (way == "plain"), len(ids))  # grows, and forgets what was recorded
+        for way, most in (("plain", 0), ("graph", 512)):
+            cuda.MOST_RECORDINGS = most  # type: ignore[misc]
+            runner.session.cache.reserve(1 + (way == "graph"), len(ids))  # grows, and forgets what was bound
             for past in POSITIONS:
                 prompt = timed(lambda past=past: runner.prefill(ids[:past]), 3)
                 place = iter(range(past, past + STEPS))
@@ -182,6 +182,7 @@ def speed(name: str, fast: str, *variables: str) -> None:
                     "prefill_ms": middle(prompt),
                     "first_prefill_ms": prompt[0],
                 }
+            report(**{f"{way}_recordings": getattr(runner.session, "_recordings", None)})
         report(engine_ms=time_engine(model, ids), load_s=load_s, weight_mb=weights / 1e6, more=more)
         plan = model.manifest.device.total(runner.session.cache.capacity, runner.session.cache.rows)
         report(plan_mb=plan // 10**6, taken_mb=(free - free_memory()) // 10**6 if free else "needs a GPU")
