@@ -39,8 +39,8 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 gpu: $(GPU)/.ready  ## on a machine with an NVIDIA GPU: all that recipes/gpu_kit asks of it
-	$(GPU)/bin/python recipes/gpu_kit/make_parts.py --bundles .gpu_kit/work
-	$(GPU)/bin/python recipes/gpu_kit/kit.py A B C --work .gpu_kit/work --out gpu_kit_results
+	$(GPU)/bin/python recipes/gpu_kit/make_parts.py --bundles .gpu_kit/here
+	$(GPU)/bin/python recipes/gpu_kit/kit.py A B C --work .gpu_kit/here --out gpu_kit_results
 
 clean:
 	rm -rf $(VENV) $(GPU) .gpu_kit build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -47,9 +47,10 @@ def nxrt(name: str) -> None:
     folder = find(name)
     manifest = read_bundle(folder)
     settings = onnxruntime.SessionOptions()
+    others = {device.ep_name for device in onnxruntime.get_ep_devices()}
     try:
         onnxruntime.register_execution_provider_library(PROVIDER, get_library_path())
-        devices = [device for device in onnxruntime.get_ep_devices() if PROVIDER in device.ep_name.lower()]
+        devices = [device for device in onnxruntime.get_ep_devices() if device.ep_name not in others]
         report(devices=[str(device.ep_name) for device in devices])
         settings.add_provider_for_devices(devices[:1], {})
     except Exception as error:
