@@ -94,7 +94,7 @@ def make_tiny(output: Path, name: str, exports: Path | None = None) -> None:
 
 def write_tokenizer(folder: Path) -> Path:
     """One token per byte, so that a bundle is small."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {text: number for number, text in enumerate(["<|endoftext|>", "<|unknown|>", "<|end|>", *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
@@ -132,6 +132,7 @@ def make_speed(output: Path, model: str) -> None:
     """Build a large model in every precision, and keep the graphs alone."""
     with TemporaryDirectory(dir=output) as work:
         write_checkpoint(GEOMETRIES[SPEED[model]], Path(work) / "checkpoint")
+        write_tokenizer(Path(work) / "checkpoint")  # one with a text for each of 150,000 tokens would weigh most
         made = export(Path(work) / "checkpoint", Path(work) / "export").output
         shutil.rmtree(Path(work) / "checkpoint")  # the export has links to its weights
         for precision in PRECISIONS:
