@@ -44,8 +44,8 @@ class Decoder:
         shape = (2, 1, self.kv_heads, capacity, self.width)
         return [torch.zeros(shape, device=DEVICE, dtype=DTYPE) for _ in range(self.layers)]
 
-    def run(self, ids: torch.Tensor, positions: torch.Tensor, caches: list[torch.Tensor], mask: Any) -> torch.Tensor:
-        """The most probable token after the last of ``ids`` [S]; without a mask it is a prompt from the beginning."""
+    def run(self, ids: torch.Tensor, positions: torch.Tensor, caches: list[torch.Tensor]) -> torch.Tensor:
+        """The most probable token after ``ids`` [S]: one that sees the whole cache, or a prompt from the beginning."""
         x = self.embedding[ids]
         for (qkv, out, up, down), cache in zip(self.weights, caches, strict=True):
             h = F.linear(F.rms_norm(x, (self.hidden,), self.norm), qkv, self.bias)
@@ -53,8 +53,9 @@ class Decoder:
             q, k = self.rotate(q, positions), self.rotate(k, positions)
             cache[0].index_copy_(2, positions, k)
             cache[1].index_copy_(2, positions, v)
-            keys, values = (k, v) if mask is None else (cache[0], cache[1])
-            a = F.scaled_dot_product_attention(q, keys, values, mask, is_causal=mask is None, enable_gqa=True)
+            prompt = len(ids) > 1
+            keys, values = (k, v) if prompt else (cache[0], cache[1])
+            a = F.scaled_dot_product_attention(q, keys, values, is_causal=prompt, enable_gqa=True)
             x = x + F.linear(a[0].transpose(0, 1).flatten(1), out)
             gate, value = F.linear(F.rms_norm(x, (self.hidden,), self.norm), up).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * value, down)
@@ -77,7 +78,7 @@ def compare(name: str) -> None:
     report(model=name, weight_mb=model.bytes() / 1e6)
     prompt, places = torch.zeros(PROMPT, dtype=torch.long, device=DEVICE), torch.arange(PROMPT, device=DEVICE)
     caches = model.make_cache(PROMPT)
-    measure("prefill_ms", lambda: model.run(prompt, places, caches, None), 5)
+    measure("prefill_ms", lambda: model.run(prompt, places, caches), 5)
     for capacity in CAPACITIES:
         measure_step(f"graph_{capacity}_ms", model, capacity, record)
     for capacity in CAPACITIES[:2]:  # the compiler takes most of the item's time, so it comes last
@@ -91,10 +92,9 @@ def measure_step(name: str, model: Decoder, capacity: int, wrap: Callable[[Any],
     """Time steps with ``capacity`` positions in the cache, all seen."""
     caches = model.make_cache(capacity)
     place = torch.tensor([capacity - 1], device=DEVICE)
-    mask = torch.ones(1, 1, 1, capacity, dtype=torch.bool, device=DEVICE)
     ids = torch.zeros(1, dtype=torch.long, device=DEVICE)
     try:
-        measure(name, wrap(lambda: model.run(ids, place, caches, mask)), STEPS)
+        measure(name, wrap(lambda: model.run(ids, place, caches)), STEPS)
     except Exception as error:  # noqa: BLE001  # recorded, and the next way is tried
         report(**{name: f"{type(error).__name__}: {error}"[:300]})
         expect(False, f"{name}: {type(error).__name__}")

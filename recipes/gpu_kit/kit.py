@@ -108,9 +108,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "gpu_kit", help="where parts go")
     parser.add_argument("--out", type=Path, default=Path("gpu_kit_results"), help="folder of results")
     parser.add_argument("--deadline", type=float, default=3600.0, help="seconds; no item begins that may end later")
-    parser.add_argument("--target", choices=("cuda", "cpu"), default="cuda", help="cpu: graphs run on the CPU")
+    parser.add_argument("--target", choices=("cuda", "cpu"), default="cuda", help="cpu: bundles run on the CPU")
     parser.add_argument("--fake-device", action="store_true", help="a dry run: doubles of the driver and the provider")
     asked = parser.parse_args(arguments)
+    asked.target = "cpu" if asked.fake_device else asked.target
     asked.begin = time.monotonic()
     for name in ("parts", "work", "out"):
         setattr(asked, name, getattr(asked, name).resolve())
