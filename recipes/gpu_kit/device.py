@@ -116,7 +116,7 @@ def gpu_tests() -> None:
 
 
 def errors() -> None:
-    """What the driver says of too much memory, a wrong address, and work after it was closed."""
+    """Ask for too much memory, free and fill wrong addresses, end what never began: each gets one of llmc's errors."""
     driver = open_driver()
     stream = driver.stream()
     sentences = {}

@@ -178,7 +178,7 @@ def environment(asked: argparse.Namespace) -> dict[str, str]:
 
 
 def read_result(output: str) -> dict[str, Any]:
-    """What an item printed as lines of JSON, all in one; later lines win, and numbers that are none become text."""
+    """All lines of JSON that an item printed, in one; later lines win, and numbers that are none become text."""
     result: dict[str, Any] = {}
     for line in output.splitlines():
         if line.startswith("{"):
