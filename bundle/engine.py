@@ -33,7 +33,7 @@ class DeviceMemory:
     Attributes:
         context: what driver and libraries take themselves, estimated from experience.
         weights: of the engine or the graphs.
-        workspace: activations of the largest call.
+        workspace: activations of the largest call, and recorded steps of TensorRT.
         cache_per_token: keys and values, per row and position.
         logits: of one row.
     """

@@ -74,9 +74,17 @@ def benchmark_rows(report: BenchmarkReport) -> list[tuple[str, str]]:
         ("decode", f"{report.decode_tokens_per_s:.1f} tok/s"),
         ("memory", f"{show.size(report.rss_after_load_bytes)} loaded, {show.size(report.rss_peak_bytes)} peak"),
         ("weights per token", show.size(report.weight_bytes_per_token)),
-        ("memory bandwidth", f"{show.size(round(report.read_bandwidth))}/s"),
-        ("of that, decoding uses", f"{report.roofline_fraction:.0%}"),
+        *bandwidth_rows(report),
     ]
+
+
+def bandwidth_rows(report: BenchmarkReport) -> list[tuple[str, str]]:
+    """The bandwidth of the memory that weights are read from, and decoding's share of it."""
+    bandwidth = report.read_bandwidth or report.copy_bandwidth
+    name = "memory bandwidth" if report.read_bandwidth else "GPU copy bandwidth"
+    if bandwidth is None or report.roofline_fraction is None:
+        return [(name, "not measured")]
+    return [(name, f"{show.size(round(bandwidth))}/s"), ("of that, decoding uses", f"{report.roofline_fraction:.0%}")]
 
 
 def milliseconds(seconds: float) -> str:

@@ -193,13 +193,14 @@ def check_order(source: Path, geometry: Geometry, tokenizer_bytes: int, order: d
     """Refuse what a build of this model would refuse, before it is exported."""
     from llmc.optimize.build import check_memory
     from llmc.optimize.recipe import Request, read_recipe, settle
-    from llmc.optimize.targets import capabilities
+    from llmc.optimize.targets import capabilities_for
 
     asked = Request(**{name: order[name] for name in ASKED})
     calibration: CalibrationRequest | None = order["calibration"]
     able = calibration is not None and calibration.is_possible
     written = read_recipe(order["recipe"]) if order["recipe"] else Request()
-    recipe, limits = settle(asked.over(written), geometry, capabilities(order["target"]), "", able)
+    asked = asked.over(written)
+    recipe, limits = settle(asked, geometry, capabilities_for(order["target"], asked.gpu_memory), "", able)
     judged = order["text"] is not None or bool(recipe.budget)
     how = {"target": order["target"], "judged": judged, "memory": order["memory"]}
     check_memory(source, geometry, recipe, limits, tokenizer_bytes, calibration, **how)

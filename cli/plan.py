@@ -114,6 +114,7 @@ def _ahead(
         on_gpu = capabilities(target).has_gpu
         found = find_memories(on_gpu, memory, gpu_memory, unified)
         build = {"context": max_context, "batch": max_batch, "target": target, "unified": found.unified}
+        build["gpu_memory"] = gpu_memory or (memory if found.unified else None)
         plans = plan_stages(path, geometry, boxes=stages, copied=copied, **build, **how)  # type: ignore[arg-type]
         return hold(plans, found, on_gpu)
     manifest = read_bundle(path)

@@ -144,7 +144,8 @@ def build_tower(config: TowerConfig | PatchTowerConfig, tensors: Mapping[str, St
     """Export the tower, refer to its weights in the files of ``base``, and check the result."""
     samples = _sample_inputs(config)
     shapes = tuple({axis: dim for axis, (_, dim) in free.items()} for _, free in samples.values())
-    model = trace(lambda: _Root(config), tensors, tuple(tensor for tensor, _ in samples.values()), (shapes,))
+    inputs = tuple(tensor for tensor, _ in samples.values())
+    model = trace(lambda: _Root(config), tensors, inputs, (shapes,), decompose=True)
     if isinstance(config, PatchTowerConfig):
         name = f"{TOWER}.rotary_emb.inv_freq"
         model.graph.initializers[name].const_value = ir.tensor(inverse_frequencies(_turns(config)), name=name)

@@ -12,7 +12,7 @@ from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.lower.onnxruntime import folded_heads
 from llmc.optimize.progress import Progress
 from llmc.optimize.recipe.engine import EngineRequest, check_heads
-from llmc.optimize.targets import Capabilities, capabilities
+from llmc.optimize.targets import Capabilities, capabilities_for
 from llmc.origin import check_unchanged
 from llmc.publish import refuse_bytes
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
@@ -98,9 +98,10 @@ def take_order(
     refuse_bytes(source)
     export = read_export(source)
     check_unchanged(source, export)
-    abilities, geometry = capabilities(target), export.geometry
+    geometry = export.geometry
     written = recipes.read_recipe(recipe) if isinstance(recipe, Path) else recipe
     asked = asked.over(written) if written is not None else asked
+    abilities = capabilities_for(target, asked.gpu_memory)
     name = printable(recipe.stem) if isinstance(recipe, Path) else "default"
     able = calibration is not None and calibration.is_possible
     chosen, limits = recipes.settle(asked, geometry, abilities, name, able)

@@ -1,11 +1,15 @@
 """Abilities of each target. Lowering asks this record, never a name."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmc.errors import UsageError
+from llmc.runtime.host import probe
 
 # Opset and IR version: the newest that ONNX Runtime 1.23 reads, and what TensorRT's attention needs.
 OLD, NATIVE = (21, 10), (24, 11)
+# TensorRT's chunks on a GPU with more memory than this: each call reads all weights, and scores of attention grow with
+# chunks. Smaller boards, and those that are unknown, keep the default, which fits everywhere.
+LARGE_GPU, LARGE_CHUNK = 16 << 30, 1024
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,9 @@ class Capabilities:
     ``computes``: types of activations, the first one the default.
     ``phases``: how the two phases may share graphs, the first one the default for integers.
     ``activations``: how activations may be quantized, the first one the default.
+    ``asymmetric``: 4-bit weights may have zero points.
+    ``block``: inputs to a scale of 4-bit weights, without zero points, that the engine's fast kernels take; 0: they
+    take any block, and zero points.
     ``has_gpu``: bundles run on a GPU.
     ``ragged_rows``: the oldest engine whose attention takes several tokens in each of several rows, of any lengths;
     empty for none.
@@ -31,6 +38,7 @@ class Capabilities:
     phases: tuple[str, ...] = ("split", "shared")
     activations: tuple[str, ...] = ("per-token",)
     asymmetric: bool = True
+    block: int = 0
     has_gpu: bool = True
     ragged_rows: str = ""
     # On CPUs attention costs the square of a chunk, and activations of 512 tokens outgrow the caches: 256 is 5 % faster
@@ -53,6 +61,7 @@ def _tensorrt(name: str, minimum: str) -> Capabilities:
         phases=("single",),
         activations=("none", "static"),
         asymmetric=False,
+        block=128,  # TensorRT's kernels for 4 bits were only measured with these
     )
 
 
@@ -76,6 +85,7 @@ TARGETS = {
         computes=("float16", "float32"),
         phases=("shared",),
         activations=("none",),
+        block=32,  # see FAST_KERNELS in runtime/sessions/onnxruntime/cuda_provider.py
         chunk=2048,  # each call reads all weights, and a GPU computes faster than it reads; not measured
     ),
     "tensorrt": _tensorrt("tensorrt", "10.15"),
@@ -88,3 +98,13 @@ def capabilities(target: str) -> Capabilities:
     if target not in TARGETS:
         raise UsageError(f"target {target!r} is unknown; expected one of {', '.join(TARGETS)}")
     return TARGETS[target]
+
+
+def capabilities_for(target: str, gpu_memory: int | None) -> Capabilities:
+    """The record of ``target`` for a GPU of so many bytes, 0 if it is unknown; None for the first GPU here."""
+    found = capabilities(target)
+    if not found.makes_engine:
+        return found
+    if gpu_memory is None:
+        gpu_memory = next((gpu.total_memory for gpu in probe.probe_driver().devices), 0)
+    return replace(found, chunk=LARGE_CHUNK) if gpu_memory > LARGE_GPU else found

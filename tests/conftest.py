@@ -164,11 +164,11 @@ def one_trace() -> Iterator[None]:
 
     traced: dict[str, Any] = {}
 
-    def trace(make: Callable[[], Any], tensors: dict[str, Any], *samples: Any) -> Any:
+    def trace(make: Callable[[], Any], tensors: dict[str, Any], *samples: Any, **options: bool) -> Any:
         types = {name: graph._TORCH_DTYPES.get(tensors[name].dtype) for name in sorted(tensors)}
         name = repr((make.__code__, [cell.cell_contents for cell in make.__closure__ or ()], types))
         if name not in traced:
-            traced[name] = real(make, tensors, *samples)
+            traced[name] = real(make, tensors, *samples, **options)
         return traced[name].clone()
 
     real = graph.trace

@@ -8,6 +8,7 @@ from llmc.inventory import HEAD
 from llmc.optimize.lower.context import Computed, choose_embedding_config, quant_configs
 from llmc.optimize.plan.memory import HOST, INTERPRETER, LOGITS_COPIES, MB, activation_bytes, linear_bytes
 from llmc.runtime.bench.stages import TOKENIZER_FACTOR
+from llmc.runtime.sessions.tensorrt.steps import KEPT_STEPS
 
 # The driver's context and the libraries' kernels: 300 to 600 MB are usual.
 CONTEXT = 500 * MB
@@ -15,6 +16,11 @@ CONTEXT = 500 * MB
 SCORES = 2
 # ONNX Runtime's CUDA kernels expand integer weights in pieces of at most so much where a call has several rows.
 EXPANDED = 256 * MB
+# While it loads, it times its fast kernels with as many rows, for each product on a copy of its weights.
+TIMED_ROWS = 2048
+# A recorded step of TensorRT holds so much for each layer: for Llama 3.2 1B, of 16 layers, vLLM took 0.21 GiB for 35 of
+# them (its pull request 11349).
+RECORDED_LAYER = 400_000
 
 
 def host_plan(geometry: Geometry, tokenizer_bytes: int) -> MemoryPlan:
@@ -35,13 +41,16 @@ def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe) -> DeviceMem
     chunk = min(limits.prefill_chunk, limits.max_context)
     scores = size * SCORES * geometry.most_heads * chunk * limits.max_context
     blocked = recipe.phases == "shared" and recipe.block_size > 0
-    expanded = min(EXPANDED, size * max(linear.size for linear in geometry.linears)) if blocked else 0
+    largest = max(geometry.linears, key=lambda linear: linear.size)
+    expanded = min(EXPANDED, size * largest.size) if blocked else 0
+    timed = size * TIMED_ROWS * (largest.inputs + largest.outputs) + largest.size if blocked else 0
+    recorded = KEPT_STEPS * RECORDED_LAYER * geometry.layers if recipe.phases == "single" else 0
     held = [(linear, stored.of(linear.name)) for linear in geometry.linears]
     held += [] if shared else [(geometry.linear[HEAD], embedding)]
     return DeviceMemory(
         context=CONTEXT,
         weights=sum(linear_bytes(linear, config, compute=size) for linear, config in held),
-        workspace=activation_bytes(geometry, chunk, size) + scores + expanded,
+        workspace=max(activation_bytes(geometry, chunk, size) + scores + expanded + recorded, timed),
         cache_per_token=geometry.cache_bytes(1, bytes_per_value=size),
         logits=4 * geometry.vocab_size,
     )

@@ -13,7 +13,7 @@ from llmc.optimize.plan.device import device_plan, host_plan
 from llmc.optimize.plan.memory import bundle_bytes, memory_plan, plan_build
 from llmc.optimize.plan.time import estimate_build
 from llmc.optimize.recipe import Request, check_context, find_recipe, read_recipe, settle
-from llmc.optimize.targets import capabilities
+from llmc.optimize.targets import Capabilities, capabilities_for
 from llmc.runtime.bench.stages import LARGEST_BATCH, export_plan
 from llmc.runtime.host.machine import usable_threads
 from llmc.runtime.kv.budget import MemoryEstimate, plan_device, plan_run
@@ -32,6 +32,7 @@ def plan_stages(
     recipe: str | None = None,
     target: str = "cpu",
     unified: bool = False,
+    gpu_memory: int | None = None,
     boxes: Sequence[int] | None = None,
     copied: int = 0,
 ) -> list[MemoryEstimate]:
@@ -39,6 +40,7 @@ def plan_stages(
 
     Args:
         unified: count what building takes on a GPU, too.
+        gpu_memory: bytes of the GPU that the bundle is for; None for the one here.
         boxes: memory of the boxes that run a part of the model each.
         copied: bytes of weights that exporting the checkpoint copies.
     """
@@ -48,17 +50,17 @@ def plan_stages(
     if context is not None:
         check_context(context, geometry.max_positions)
     exporting = [] if (path / EXPORT_MANIFEST).exists() else [export_plan(geometry, _tokenizer_bytes(path), copied)]
-    return [*exporting, *_of_build(path, geometry, asked, target, unified, boxes or ())]
+    abilities = capabilities_for(target, asked.gpu_memory if gpu_memory is None else gpu_memory)
+    return [*exporting, *_of_build(path, geometry, asked, abilities, unified, boxes or ())]
 
 
 def _of_build(
-    path: Path, geometry: Geometry, asked: Request, target: str, unified: bool, boxes: Sequence[int]
+    path: Path, geometry: Geometry, asked: Request, abilities: Capabilities, unified: bool, boxes: Sequence[int]
 ) -> list[MemoryEstimate]:
-    abilities = capabilities(target)
     chosen, limits = settle(asked, geometry, abilities, "plan", can_calibrate())
     tokenizer, windows, batch = _tokenizer_bytes(path), (DEFAULT_SAMPLES, DEFAULT_LENGTH), limits.max_batch
     wider = replace(limits, max_batch=LARGEST_BATCH)
-    cuts = choose_borders(geometry, limits, chosen, tokenizer, boxes, target) if boxes else []
+    cuts = choose_borders(geometry, limits, chosen, tokenizer, boxes, abilities.name) if boxes else []
     on_disk = bundle_bytes(geometry, chosen, limits, tokenizer)
     if not abilities.has_gpu:
         judged = bool(chosen.budget)

@@ -21,8 +21,6 @@ from llmc.strict import parse_toml, read_bytes
 # Plain rounding needs blocks of 32, with 8 bits to lose no more than llama.cpp's Q8_0, with 4 bits to make sense. With
 # 8 bits a rotated stream loses as little in blocks of 64, which take a tenth less time, and so do 4 bits by GPTQ.
 PLAIN_BLOCK, WIDER_BLOCK = 32, 64
-# TensorRT's kernels for 4 bits were only measured with these.
-ENGINE_BLOCK = 128
 BLOCKS = (32, 64, 128, 256)
 # Of 0.5 to 0.7 the KL of prompts is the same, of 0.85 half as much again (SmolLM2-135M, unrotated).
 DEFAULT_SMOOTHING = 0.6
@@ -69,9 +67,10 @@ class Request:
             source, the default of quantized checkpoints, keeps their integers; what those leave in floats becomes int8.
         scheme: rtn (round to nearest with clip search) or gptq, of 4 bits and of a rotated graph with W8A8;
             default: gptq for these where the build can calibrate, else rtn.
-        block_size: inputs that share a weight scale: 32 (default), 64 (default of 4 bits by gptq), 128 (default for
-            TensorRT) or 256; TensorRT's int8 has one per output.
-        symmetric: of 4 bits: false (default) for a zero point per block, true for none, as TensorRT wants it.
+        block_size: inputs that share a weight scale: 32 (default), 64 (default on CPUs of 4 bits by gptq), 128 (default
+            for TensorRT) or 256; TensorRT's int8 has one per output. On cuda only 32 has fast kernels.
+        symmetric: of 4 bits: false (default on CPUs) for a zero point per block, true (default on GPUs) for none;
+            TensorRT takes no zero points, and on cuda they have no fast kernels.
         head: int8, int4, fp16 or fp32, of the head and a tied embedding; default: as ``precision``, int8 for int4.
         phases: split (a W8A8 graph for prefill beside the weight-only one, default on CPUs), shared (one graph, less
             memory) or single (one engine; TensorRT knows nothing else).
@@ -92,7 +91,8 @@ class Request:
             on CPUs.
         max_context: longest sequence; default: the checkpoint's, at most 32,768.
         max_batch: requests that may run at once; default 8. Rows take memory when they are used.
-        prefill_chunk: prompt tokens per call; default 256, for cuda 2,048.
+        prefill_chunk: prompt tokens per call; default 256, for cuda 2,048, for TensorRT 1,024 where the engine is built
+            on a machine whose GPU has more than 16 GiB.
         adapters: how many may be loaded beside a decoder for CPUs at a time; default none.
         rank: largest of theirs; default 16.
         budget: what quality the bundle must keep, or the build fails.
@@ -122,6 +122,11 @@ class Request:
     budget: Budget | None = None
     engine: EngineRequest | None = None
     expected: Expected | None = None
+
+    @property
+    def gpu_memory(self) -> int | None:
+        """Bytes of the GPU that an engine is for: 0 where that is another machine's; None for the one here."""
+        return 0 if self.engine is not None and self.engine.deferred else None
 
     def over(self, other: "Request") -> "Request":
         """This request with what it leaves open taken from ``other``; tables are taken key by key."""
@@ -442,14 +447,14 @@ def _block_size(
             raise UsageError(f"block_size is {asked}, but nothing here is stored in blocks; leave it out")
         return 0
     usual = WIDER_BLOCK if ("int4" in stored and scheme == "gptq") or "decode" in rotated else PLAIN_BLOCK
-    return int(_one_of("block_size", either(asked, ENGINE_BLOCK if target.makes_engine else usual), BLOCKS))
+    return int(_one_of("block_size", either(asked, target.block or usual), BLOCKS))
 
 
 def _symmetric(asked: bool | None, stored: set[str], target: Capabilities) -> bool:
-    """True if 4 bits have no zero points. These cost no time: kernels multiply a sum per block anyway."""
+    """True if 4 bits have no zero points. On CPUs these cost no time: kernels multiply a sum per block anyway."""
     if asked is False and not target.asymmetric:
         raise UsageError(f"symmetric is false, but {target.engine} has no zero points; leave it out")
-    return either(asked, "int4" not in stored or not target.asymmetric)
+    return either(asked, "int4" not in stored or target.block > 0)
 
 
 def needs_calibration(recipe: Recipe) -> str | None:

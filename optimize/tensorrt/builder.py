@@ -22,6 +22,7 @@ from llmc.optimize.tensorrt.messages import failure
 from llmc.optimize.tensorrt.monitor import STEP, Monitor, Writer
 from llmc.optimize.tensorrt.network import Network, Ranges, profile_shapes, read_graph
 from llmc.optimize.tensorrt.spec import EngineSpec
+from llmc.optimize.tensorrt.timings import keep_timings
 from llmc.runtime.sessions.tensorrt.library import Message, logger, make_object, nameable_gpus
 
 PARSING = "reading the graph"
@@ -76,7 +77,7 @@ def _build(work: _Work, progress: Progress) -> list[Message]:
     config = _config(work, monitor)
     staged = work.output.with_name(f".{work.output.name}.part")
     try:
-        with logger(work.spec.library).collect_messages() as messages:
+        with keep_timings(work.spec, config), logger(work.spec.library).collect_messages() as messages:
             built = monitor.watch(partial(_serialize, work, config, staged))
         if not built or any(message.severity == "INTERNAL_ERROR" for message in messages):
             raise failure(f"building {work.output.name}", messages, work.spec.config.workspace)

@@ -1,8 +1,10 @@
 """Speed of a bundle on this machine for one request at a time, with what it takes to judge the figures."""
 
+import logging
 import platform
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,13 +12,16 @@ import numpy as np
 
 from llmc import __version__
 from llmc.bundle import read_bundle
-from llmc.errors import UsageError
+from llmc.errors import LlmcError, UsageError
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import Delta
+from llmc.runtime.host.cuda import open_driver
 from llmc.runtime.host.huge_pages import settle
 from llmc.runtime.host.machine import available_memory, cpu_model, resident_bytes
 from llmc.runtime.model import Model, load
 from llmc.runtime.sampling.params import SamplingParams
+
+log = logging.getLogger(__name__)
 
 BYTES_PER_THREAD = 256 << 20  # far beyond any cache
 PASSES = 5
@@ -30,8 +35,10 @@ class BenchmarkReport:
         decode_tokens_per_s: all decode steps over their time; slow ones count.
         weight_bytes_per_token: weights that one decode step reads.
         read_bandwidth: bytes per second that this machine read from memory in this run: a plain loop on all threads, or
-            the decode steps themselves where they were faster.
-        roofline_fraction: share of that bandwidth which the median decode step reached.
+            the decode steps themselves where they were faster. None for a bundle that runs on a GPU.
+        copy_bandwidth: bytes per second that the GPU read and wrote while it copied within its memory. None for a
+            bundle that runs on the CPU, and where too little of the GPU's memory was free.
+        roofline_fraction: share of the bandwidth that is given which the median decode step reached.
     """
 
     bundle: str
@@ -56,8 +63,9 @@ class BenchmarkReport:
     rss_after_load_bytes: int
     rss_peak_bytes: int
     weight_bytes_per_token: int
-    read_bandwidth: float
-    roofline_fraction: float
+    read_bandwidth: float | None = None
+    copy_bandwidth: float | None = None
+    roofline_fraction: float | None
 
 
 def benchmark(
@@ -89,7 +97,12 @@ def benchmark(
         manifest = model.manifest
         ttft, steps = np.array([first for first, _ in runs]), np.concatenate([rest for _, rest in runs])
         step, step_bytes = float(np.median(steps)), model.manifest.step_weight_bytes
-        bandwidth = max(read_bandwidth(model.threads), step_bytes / float(steps.min()))
+        read = copied = None
+        if manifest.device is None:
+            read = max(read_bandwidth(model.threads), step_bytes / float(steps.min()))
+        else:
+            copied = copy_bandwidth()
+        bandwidth = read or copied
         return BenchmarkReport(
             bundle=str(folder),
             model=manifest.source.name,
@@ -113,8 +126,9 @@ def benchmark(
             rss_after_load_bytes=rss,
             rss_peak_bytes=peak,
             weight_bytes_per_token=step_bytes,
-            read_bandwidth=bandwidth,
-            roofline_fraction=step_bytes / step / bandwidth,
+            read_bandwidth=read,
+            copy_bandwidth=copied,
+            roofline_fraction=step_bytes / step / bandwidth if bandwidth else None,
         )
 
 
@@ -142,6 +156,16 @@ def draw_prompt(vocab_size: int, length: int, seed: int, index: int) -> list[int
     """Draw tokens evenly, so that no two prompts share a prefix worth caching."""
     tokens: list[int] = np.random.default_rng([seed, 1, index]).integers(0, vocab_size, length).tolist()
     return tokens
+
+
+def copy_bandwidth() -> float | None:
+    """Bytes per second that the GPU reads and writes while it copies; None, with a warning, if that fails."""
+    try:
+        with closing(open_driver()) as driver:
+            return driver.copy_bandwidth()
+    except LlmcError as error:  # what was timed before is not lost for it
+        log.warning("the GPU's copy bandwidth was not measured: %s", error)
+        return None
 
 
 def read_bandwidth(threads: int) -> float:

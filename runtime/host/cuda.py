@@ -7,7 +7,7 @@ default one. Not run on a GPU yet.
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +31,65 @@ ADVICE = {
     999: "the driver failed to start; restart the machine or reload the nvidia kernel modules",
 }
 MB = 1_000_000
-# ONNX Runtime records CUDA graphs in a mode in which no thread of the process may take or free the GPU's memory (CUDA's
-# error 900), so whoever does either of both holds this.
-RECORDING = threading.RLock()
+# Bytes of each of two buffers that copies are timed with. Less than the least would stay in a large GPU's cache.
+COPIED, LEAST_COPIED = 1 << 30, 64 << 20
+COPIES = 20
+
+
+class RecordingLock:
+    """Keeps a recording of one thread apart from CUDA calls of the others. Any thread may use it.
+
+    ONNX Runtime records CUDA graphs in global mode: a call of another thread that takes or frees memory, or waits for
+    the GPU, fails then (CUDA's error 900) and spoils the recording. Calls share the lock and wait while another thread
+    records; a recording never waits, so no deadlock is possible: ``with`` yields whether it may begin now.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._calls = 0
+        self._recorder: int | None = None
+        self._shared = _SharedLock(self)
+
+    def __enter__(self) -> bool:
+        """True if this thread alone may call CUDA from here on; False while other threads do."""
+        with self._lock:
+            if self._calls or self._recorder is not None:
+                return False
+            self._recorder = threading.get_ident()
+            return True
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            if self._recorder == threading.get_ident():
+                self._recorder = None
+                self._changed.notify_all()
+
+    def shared(self) -> "_SharedLock":
+        """Call CUDA within, once no other thread records."""
+        return self._shared
+
+
+class _SharedLock:
+    """The half of the lock for calls. Each step takes it some times, so it is no generator."""
+
+    def __init__(self, whole: RecordingLock) -> None:
+        self._whole = whole
+
+    def __enter__(self) -> bool:
+        whole = self._whole
+        with whole._lock:
+            while whole._recorder is not None and whole._recorder != threading.get_ident():
+                whole._changed.wait()
+            whole._calls += 1
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        with self._whole._lock:
+            self._whole._calls -= 1
+
+
+RECORDING = RecordingLock()
 
 
 @dataclass(frozen=True)
@@ -128,24 +184,20 @@ class Driver:
 
     def alloc(self, size: int) -> int:
         """Device memory, aligned to 256 bytes at least; its contents are undefined."""
-        with RECORDING:
-            return int(self._call_bound(f"allocating {size} bytes of GPU memory", "cuMemAlloc", size))
+        return int(self._call_bound(f"allocating {size} bytes of GPU memory", "cuMemAlloc", size))
 
     def free(self, address: int) -> None:
-        with RECORDING:
-            self._call_bound("freeing GPU memory", "cuMemFree", address)
+        self._call_bound("freeing GPU memory", "cuMemFree", address)
 
     def alloc_host(self, size: int) -> int:
         """Pinned host memory; on an integrated GPU the device reads and writes it in place."""
         flags = int(self._api.CU_MEMHOSTALLOC_PORTABLE)
         if self._info.integrated:
             flags |= int(self._api.CU_MEMHOSTALLOC_DEVICEMAP)
-        with RECORDING:
-            return int(self._call_bound(f"allocating {size} bytes of pinned memory", "cuMemHostAlloc", size, flags))
+        return int(self._call_bound(f"allocating {size} bytes of pinned memory", "cuMemHostAlloc", size, flags))
 
     def free_host(self, address: int) -> None:
-        with RECORDING:
-            self._call_bound("freeing pinned memory", "cuMemFreeHost", address)
+        self._call_bound("freeing pinned memory", "cuMemFreeHost", address)
 
     def device_address(self, host: int) -> int:
         """The device's address of pinned host memory; integrated GPUs only."""
@@ -194,12 +246,51 @@ class Driver:
         finally:
             self._call_bound("freeing a CUDA graph", "cuGraphDestroy", graph)
 
+    def drop_capture(self, stream: int) -> None:
+        """End a recording that failed, if it left the stream recording: it would take up, and not do, later work."""
+        with suppress(GpuError):  # the stream does not record, or ending says again what failed
+            graph = self._call_bound("dropping a CUDA graph", "cuStreamEndCapture", stream)
+            self._call_bound("dropping a CUDA graph", "cuGraphDestroy", graph)
+
     def launch(self, graph: int, stream: int) -> None:
         """Do recorded work, in the order of the stream."""
         self._call_bound("launching a CUDA graph", "cuGraphLaunch", graph, stream)
 
     def destroy_graph(self, graph: int) -> None:
         self._call_bound("freeing a CUDA graph", "cuGraphExecDestroy", graph)
+
+    def copy_bandwidth(self) -> float:
+        """Bytes per second that the GPU reads and writes while it copies within its memory.
+
+        Buffers have 1 GiB each, or a quarter of what is free. Raises ResourceError: that is too little to tell.
+        """
+        free, _ = self.memory_info()
+        size = min(COPIED, free // 4)
+        if size < LEAST_COPIED:
+            raise ResourceError(
+                f"timing copies takes {4 * LEAST_COPIED // MB} MB of free GPU memory, {free // MB} MB are free; end "
+                "what fills the GPU"
+            )
+        with ExitStack() as stack:
+            buffers = []
+            for _ in range(2):
+                buffers.append(self.alloc(size))
+                stack.callback(self.free, buffers[-1])
+            stream = self.stream()
+            stack.callback(self.destroy_stream, stream)
+            events = []
+            for _ in range(2):
+                events.append(self._call_bound("making an event", "cuEventCreate", 0))
+                stack.callback(self._call_bound, "freeing an event", "cuEventDestroy", events[-1])
+            (target, source), (start, end) = buffers, events
+            self.copy(target, source, size, stream)  # the first one also wakes the GPU; it is not timed
+            self._call_bound("timing copies", "cuEventRecord", start, stream)
+            for _ in range(COPIES):
+                self._call_bound("timing copies", "cuMemcpyDtoDAsync", target, source, size, stream)
+            self._call_bound("timing copies", "cuEventRecord", end, stream)
+            self.synchronize(stream)
+            milliseconds = float(self._call_bound("timing copies", "cuEventElapsedTime", start, end))
+        return 2 * COPIES * size / (milliseconds / 1000)
 
     def close(self) -> None:
         """Let go of the primary context; twice is harmless."""
@@ -221,7 +312,8 @@ class Driver:
     def _call(self, doing: str, function: str, *arguments: Any) -> Any:
         """The values of a call of the API without its CUresult: nothing, one, or a tuple."""
         call: Callable[..., tuple[Any, ...]] = getattr(self._api, function)
-        code, *values = call(*arguments)
+        with RECORDING.shared():
+            code, *values = call(*arguments)
         if int(code):
             raise self._error(doing, int(code), _name(code))
         return values[0] if len(values) == 1 else tuple(values)

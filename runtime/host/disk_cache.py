@@ -1,4 +1,4 @@
-"""Work that is kept between runs: self-tests passed, calibrations.
+"""Work that is kept between runs: self-tests passed, calibrations, compiled kernels, timings of kernels.
 
 ``$LLMC_CACHE``, else ``$XDG_CACHE_HOME/llmc``, else ``~/.cache/llmc``; below it a folder per kind, in it one entry (a
 folder) per key. Everything in it can be made again, so it may be deleted at any time, also while llmc runs.
@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from llmc.publish import lock_file, sync, sync_all
+from llmc.strict import open_regular
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,24 @@ def write_entry(path: Path) -> Iterator[Path]:
     finally:
         staging.unlink(missing_ok=True)
         hold.release()
+
+
+def read_file(path: Path) -> bytes:
+    """Content of an entry's file; empty if there is none that can be read."""
+    with suppress(OSError, ValueError), open_regular(path) as file:
+        return file.read()
+    return b""
+
+
+def keep_file(path: Path, content: bytes, max_bytes: int) -> None:
+    """Write an entry's file and :func:`prune` its kind; where that fails, nothing is kept and the log says so."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with write_entry(path) as staging:
+            staging.write_bytes(content)
+        prune(path.parent.parent.name, max_bytes)
+    except OSError as error:
+        log.info("%s cannot be kept (%s)", path, error)
 
 
 @contextmanager

@@ -197,7 +197,8 @@ def test_without_a_gpu_the_plan_says_so_and_fits(llmc: Any, tiny_export: Path, p
 def test_a_gpu_that_is_too_small_exits_with_1_and_numbers(llmc: Any, tiny_export: Path, probed: Callable[[Any], None]):
     probed(RTX_4090)
     order = ("plan", tiny_export, "--target", "tensorrt", "--fp16")
-    needed = gpu_stage(llmc(*order, "--json").out)["total"]
+    needed = gpu_stage(llmc(*order, "--gpu-memory", "8GB", "--json").out)["total"]
+    assert needed < gpu_stage(llmc(*order, "--json").out)["total"], "a large GPU has longer chunks"
     assert llmc(*order, "--gpu-memory", needed).code == 0
     ran = llmc(*order, "--gpu-memory", needed - 1, "--json")
     stage = gpu_stage(ran.out)

@@ -1,12 +1,14 @@
 """``llmc verify`` and ``llmc bench``: one call with the same names, and a report for people or programs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from llmc.cli.bench import benchmark_rows
 from llmc.runtime.bench.benchmark import BenchmarkReport
 from llmc.runtime.selftest import VerifyReport
 
@@ -76,6 +78,10 @@ def test_bench_passes_its_options_on_and_shows_latencies_speeds_memory_and_roofl
         assert text in out
     options = ("--prompt-length", 512, "--new-tokens", 16, "--repeats", 5, "--threads", 1)
     assert json.loads(llmc("bench", tmp_path, *options, "--json").out) == vars(BENCHMARK)
+    on_gpu = replace(BENCHMARK, read_bandwidth=None, copy_bandwidth=2.5e12)
+    assert dict(benchmark_rows(on_gpu))["GPU copy bandwidth"] == "2500.00 GB/s"
+    unmeasured = replace(on_gpu, copy_bandwidth=None, roofline_fraction=None)
+    assert benchmark_rows(unmeasured)[-1] == ("GPU copy bandwidth", "not measured")
     assert benchmarks == [
         {"bundle": tmp_path, "prompt_length": 128, "new_tokens": 64, "repeats": 3, "threads": None},
         {"bundle": tmp_path, "prompt_length": 512, "new_tokens": 16, "repeats": 5, "threads": 1},

@@ -9,17 +9,19 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from llmc.errors import GpuError, ResourceError
-from llmc.runtime.host.cuda import DeviceInfo
+from llmc.runtime.host.cuda import RECORDING, DeviceInfo
 
 ORIN = DeviceInfo("Orin", "8.7", 8 * 2**30, integrated=True, driver_version="12.6")
 SERVER = DeviceInfo("NVIDIA L4", "8.9", 24 * 2**30, integrated=False, driver_version="13.0")
 ALIGNMENT = 256
 Work = Callable[[], None]
+# Calls that fail, and spoil the recording, while another thread of the process records in global mode.
+UNSAFE = frozenset({"alloc", "alloc_host", "free", "free_host", "synchronize", "copy", "fill"})
 
 
 class RuleBrokenError(AssertionError):
@@ -36,6 +38,16 @@ class Block:
     mapped: bool = False
 
 
+@dataclass
+class GlobalCapture:
+    """A recording in global mode, as ONNX Runtime makes them; ``spoiled`` by a call of another thread."""
+
+    driver: "FakeDriver"
+    stream: int
+    thread: int
+    spoiled: bool = False
+
+
 class FakeDriver:
     """A :class:`llmc.runtime.host.cuda.Driver` without a GPU.
 
@@ -48,7 +60,10 @@ class FakeDriver:
         calls: how often each function was called.
         lost: whether the context is gone.
         copied: bytes of all copies that were done, by ``host`` or ``device`` of target and source.
+        global_captures: recordings in global mode, of all GPUs and threads of the process.
     """
+
+    global_captures: ClassVar[list[GlobalCapture]] = []
 
     def __init__(self, device: DeviceInfo = SERVER, *, fail_alloc: int = 0, lose: int = 0) -> None:
         self.device = device
@@ -86,6 +101,8 @@ class FakeDriver:
     # -------------------------------------------------------------------------------------------------- rules
 
     def _called(self, name: str) -> None:
+        with RECORDING.shared():  # as the real driver's calls
+            self._check_capture(name)
         self._count += 1
         self.calls[name] += 1
         if self.closed:
@@ -93,6 +110,26 @@ class FakeDriver:
         self.lost |= self._count == self.lose
         if self.lost:
             raise GpuError(f"the GPU's context was lost while calling {name}", lost=True)
+
+    def _check_capture(self, name: str) -> None:
+        others = [it for it in self.global_captures if it.thread != threading.get_ident()]
+        for capture in others if name in UNSAFE else ():
+            capture.spoiled = True
+            raise GpuError(f"{name} failed (CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, 900); see llmc doctor")
+
+    def begin_global_capture(self, stream: int) -> GlobalCapture:
+        """Record this thread's work as ONNX Runtime does; the recording has to be ended, or dropped."""
+        capture = GlobalCapture(self, stream, threading.get_ident())
+        self.global_captures.append(capture)
+        return capture
+
+    def drop_capture(self, stream: int) -> None:
+        self._called("drop_capture")
+        self.global_captures[:] = [it for it in self.global_captures if (it.driver, it.stream) != (self, stream)]
+
+    def records_globally(self, stream: int) -> bool:
+        """Whether such a recording of the stream was not ended yet."""
+        return any((it.driver, it.stream) == (self, stream) for it in self.global_captures)
 
     def kill(self) -> None:
         """Lose the context at the next call."""
@@ -270,6 +307,7 @@ class FakeDriver:
         del self._graphs[graph]
 
     def close(self) -> None:
+        self.global_captures[:] = [it for it in self.global_captures if it.driver is not self]
         self.closed = True
 
 

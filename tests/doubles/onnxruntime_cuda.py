@@ -6,6 +6,7 @@ And it refuses what is slow there: products of an attention or an MLP that read 
 """
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ class FakeOnnxRuntime:
 
     Attributes:
         failure: raised by the next run, if any.
+        settings: of the last session, by name.
+        during_recording: called while a run is recorded.
         runs: numbers of the recordings that runs asked for.
         replays: how many runs were replays of a recording.
         released: recordings that were let go.
@@ -54,6 +57,8 @@ class FakeOnnxRuntime:
         self.driver, self.providers, self.__version__ = driver, providers, version
         self.falls_back, self.records, self.astray = falls_back, records, astray
         self.failure: Exception | None = None
+        self.during_recording: Callable[[Any], None] = lambda capture: None
+        self.settings: Any = None
         self.preloaded: list[str | None] = []
         self.options: dict[str, str] = {}
         self.runs: list[int] = []
@@ -72,6 +77,9 @@ class FakeOnnxRuntime:
     ) -> "FakeSession":
         [(name, self.options)] = providers
         assert (name, enable_fallback) == (PROVIDER, 0)
+        self.settings = settings
+        if not RECORDING._calls:
+            raise RuleBrokenError("another thread may record while this one builds a session, which takes memory")
         if self.options["enable_cuda_graph"] == "1" and not self.records:
             raise RuntimeError("This session cannot use the graph capture feature as requested by the user as nodes")
         check_packed(onnx.load(path, load_external_data=False).graph)
@@ -111,7 +119,7 @@ class FakeSession:
     def __init__(self, runtime: FakeOnnxRuntime, real: Any) -> None:
         self.runtime, self.real = runtime, real
         self.stream = int(runtime.options["user_compute_stream"])
-        self.recorded: dict[int, FakeBinding] = {}
+        self.recorded: dict[tuple[int, int], FakeBinding] = {}  # by thread and number
 
     def get_providers(self) -> list[str]:
         return ["CPUExecutionProvider"] if self.runtime.falls_back else [PROVIDER, "CPUExecutionProvider"]
@@ -127,15 +135,18 @@ class FakeSession:
         if self.runtime.failure is not None:
             raise self.runtime.failure
         number = int(options.get_run_config_entry("gpu_graph_id"))
+        if self.runtime.driver.records_globally(self.stream):
+            raise RuleBrokenError("the stream still records: the run would become a part of that, and not be done")
         self.runtime.runs.append(number)
         times = 1
         if number != -1 and self.runtime.options["enable_cuda_graph"] == "1":
-            if number in self.recorded:
+            key = threading.get_ident(), number
+            if key in self.recorded:
                 self.runtime.replays += 1
-            times = 1 if number in self.recorded else 2
-            if times == 2 and not RECORDING._is_owned():  # type: ignore[attr-defined]
-                raise RuleBrokenError("another thread may take memory of the GPU while this one records")
-            binding_then = self.recorded.setdefault(number, binding)
+            times = 1 if key in self.recorded else 2
+            if times == 2:
+                self._record()
+            binding_then = self.recorded.setdefault(key, binding)
             if binding_then.places != binding.places:
                 raise RuleBrokenError(f"recording {number} was made with other addresses or shapes")
             binding = binding_then
@@ -144,6 +155,16 @@ class FakeSession:
         if options.get_run_config_entry("disable_synchronize_execution_providers") != "1":
             self.runtime.driver.synchronize(self.stream)
 
+    def _record(self) -> None:
+        """Record in global mode; a recording that was spoiled is left open, and the stream with it."""
+        if RECORDING._recorder != threading.get_ident():
+            raise RuleBrokenError("another thread may call CUDA while this one records")
+        capture = self.runtime.driver.begin_global_capture(self.stream)
+        self.runtime.during_recording(capture)
+        if capture.spoiled:
+            raise EngineError("CUDA failure 901: operation failed due to a previous error during capture ; GPU=0")
+        self.runtime.driver.drop_capture(self.stream)
+
     def _compute(self, binding: "FakeBinding") -> None:
         for address, size in binding.places.values():
             self.runtime.driver.check_device(address, size)
@@ -151,7 +172,7 @@ class FakeSession:
 
     def release_captured_graph(self, number: int) -> None:
         self.runtime.released.append(number)
-        del self.recorded[number]
+        self.recorded = {key: binding for key, binding in self.recorded.items() if key[1] != number}
 
 
 class FakeBinding:

@@ -30,6 +30,8 @@ LAYERS = {
     "RMSNormalization": "NORMALIZATION",
 }
 RTX_VERSION = "1.7.1.116"
+# What timings begin with: those of this GPU, and of another one, which are refused.
+TIMED, TIMED_ELSEWHERE = b"timed here: ", b"timed elsewhere: "
 
 
 @dataclass(frozen=True)
@@ -249,6 +251,8 @@ def build_in_pieces(library: RecordedLibrary, self: Any, network: Any, config: A
             assert ".scaled." not in layer._inputs[1].name, "all keys are multiplied by a scale at every step"
     for severity, text in library.log:
         library.native_logger.log(library.ILogger.Severity[severity], text)
+    if (timings := config.__dict__.get("_timings")) is not None:
+        timings.__dict__["_content"] += b"."
     if not _steps(config) or not library.builds:
         return True  # as the real one does
     return all(writer.write(PLAN[i : i + 4]) == len(PLAN[i : i + 4]) for i in range(0, len(PLAN), 4))
@@ -264,6 +268,20 @@ def _steps(config: Any) -> bool:
     going = all(monitor.step_complete(name, step) for name, step in (("tactics", 0), ("tactics", 1), ("build", 0)))
     monitor.phase_finish("tactics")
     return going and monitor.step_complete("build", 1)
+
+
+def create_timings(library: RecordedLibrary, self: Any, content: bytes) -> Any:
+    """The real one makes an empty one of what it cannot read, and says so."""
+    if content and not content.startswith((TIMED, TIMED_ELSEWHERE)):
+        library.native_logger.log(library.ILogger.Severity.WARNING, "Failed to deserialize timing cache.")
+        content = b""
+    return library.make("ITimingCache", _content=content or TIMED)
+
+
+def set_timings(library: RecordedLibrary, self: Any, timings: Any, ignore_mismatch: bool) -> bool:
+    fits = timings._content.startswith(TIMED) or ignore_mismatch
+    self.__dict__["_timings"] = timings if fits else None
+    return fits
 
 
 def item(field: str) -> Callable[..., Any]:
@@ -303,6 +321,9 @@ BEHAVIOURS: dict[tuple[str, str], Callable[..., Any]] = {
     ("", "get_input"): item("_inputs"),
     ("", "get_output"): item("_outputs"),
     ("IBuilderConfig", "add_optimization_profile"): lambda library, self, profile: 0,
+    ("IBuilderConfig", "create_timing_cache"): create_timings,
+    ("IBuilderConfig", "set_timing_cache"): set_timings,
+    ("ITimingCache", "serialize"): lambda library, self: self._content,
 }
 
 

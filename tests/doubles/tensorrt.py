@@ -130,7 +130,7 @@ class FakeTensorRT:
 
     def __init__(self, driver: FakeDriver, version: str = "10.16.1.11", *, compiles: bool = False) -> None:
         self.__version__ = version
-        self.compile_grammar: list[str] = []
+        self.compiled: list[str] = []
         if compiles:
             self.DynamicShapesKernelSpecializationStrategy = KernelStrategy
             self.ComputeCapability = ComputeCapability
@@ -143,16 +143,6 @@ class FakeTensorRT:
         self.runs = 0
         self.contexts: list[Context] = []
         self.runtimes: list[Runtime] = []
-
-    def unlisted(self) -> str:
-        """What TensorRT-RTX says of a GPU that it does not list; nothing of any other, nor what TensorRT says."""
-        if not hasattr(self, "ComputeCapability"):
-            return ""
-        here = int(self.driver.device.compute_capability.replace(".", ""))
-        known = [gpu.value for gpu in self.ComputeCapability]
-        if here in known or here > max(known):
-            return ""
-        return f"The engine cannot run on this GPU, which has compute capability {here / 10}"
 
     def Runtime(self, logger: Any) -> "Runtime":
         """What loads engines."""
@@ -168,7 +158,6 @@ class Runtime:
 
     def __init__(self, library: FakeTensorRT, logger: Any) -> None:
         self._library, self._logger = library, logger
-        self.engine_host_code_allowed = False
 
     def deserialize_cuda_engine(self, serialized: Any) -> "Engine | None":
         """The engine, or None with a logged error."""
@@ -177,7 +166,6 @@ class Runtime:
         except ValueError:
             content = {}
         reason = self._library.refuses or ("" if content.get("magic") == MAGIC else "the magic tag does not match")
-        reason = reason or self._library.unlisted()
         if reason:
             self._logger.log(Severity.ERROR, f"IRuntime::deserializeCudaEngine: Error Code 1: {reason}")
             return None
@@ -242,8 +230,11 @@ class RuntimeCache:
         self.kernels: set[str] = set()
 
     def deserialize(self, blob: bytes) -> bool:
-        content = json.loads(blob)
-        if content["version"] != self._version:
+        try:
+            content = json.loads(blob)
+        except ValueError:
+            content = {}
+        if content.get("version") != self._version:
             return False
         self.kernels = set(content["kernels"])
         return True
@@ -373,7 +364,7 @@ class Context:
         known = name in self.config.cache.kernels
         if not known and strategy is not KernelStrategy.NONE:
             self.config.cache.kernels.add(name)
-            self._library.compile_grammar.append(name)
+            self._library.compiled.append(name)
         eager = strategy is KernelStrategy.EAGER
         return 1.0 if eager or (known and strategy is KernelStrategy.LAZY) else GENERAL
 

@@ -51,6 +51,7 @@ def no_gpu() -> Iterator[None]:
         patch.setattr("llmc.runtime.sessions.tensorrt.session.open_driver", no_driver)
         patch.setattr("llmc.runtime.sessions.onnxruntime.cuda.open_driver", no_driver)
         patch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: NO_GPU.driver)
+        patch.setattr("llmc.runtime.host.probe.probe_driver", lambda: NO_GPU.driver)
         yield
 
 

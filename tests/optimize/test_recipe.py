@@ -248,7 +248,8 @@ def test_a_budget_is_taken_limit_by_limit():
     [
         ("cpu", True, ("gptq", 64, False, {})),
         ("cpu", False, ("rtn", 32, False, {SENSITIVE: "int8"})),
-        ("cuda", False, ("rtn", 32, False, {})),
+        ("cuda", True, ("gptq", 32, True, {})),
+        ("cuda", False, ("rtn", 32, True, {})),
         ("tensorrt", True, ("gptq", 128, True, {})),
         ("tensorrt-rtx", False, ("rtn", 128, True, {})),
     ],
@@ -263,6 +264,8 @@ def test_what_is_asked_for_beats_the_defaults_of_four_bits():
     found = resolved(True, precision="int4", scheme="rtn", layers={}, head="int4", symmetric=True, block_size=128)
     assert (found.scheme, found.layers, found.head, found.symmetric, found.block_size) == ("rtn", {}, "int4", True, 128)
     assert resolved(calibrated=True, precision="fp32").scheme == "rtn"
+    found, _ = resolve(Request(precision="int4", symmetric=False, block_size=64), capabilities("cuda"), 2048, "x")
+    assert (found.symmetric, found.block_size) == (False, 64)
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

@@ -4,9 +4,14 @@ import re
 from pathlib import Path
 
 import pytest
+from doubles.machines import NO_GPU, ORIN, RTX_4090, THOR, Probe
 
 import llmc
-from llmc.optimize.targets import TARGETS
+from llmc.optimize.order import take_order
+from llmc.optimize.progress import silent
+from llmc.optimize.recipe import Request
+from llmc.optimize.recipe.engine import EngineRequest
+from llmc.optimize.targets import LARGE_GPU, TARGETS, capabilities_for
 from llmc.runtime.diagnose.targets import PRECISIONS, list_absent_precisions
 from llmc.runtime.sessions.tensorrt.library import nameable_gpus
 
@@ -64,3 +69,34 @@ def test_the_page_names_the_gpus_that_the_library_lists():
     text = " ".join((PAGES / "gpu.md").read_text(encoding="utf-8").split())
     *most, last = nameable_gpus(library)
     assert f"TensorRT-RTX lists {', '.join(most)} and {last}," in text
+
+
+# ------------------------------------------------------------------------------------------------------------ chunks
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "tensorrt-rtx"])
+@pytest.mark.parametrize(
+    ("probe", "deferred", "chunk"),
+    [(RTX_4090, None, 1024), (THOR, None, 1024), (ORIN, None, 256), (NO_GPU, None, 256), (RTX_4090, True, 256)],
+)
+def test_tensorrts_chunks_are_long_where_the_engines_gpu_is_large(
+    tiny_export: Path, monkeypatch: pytest.MonkeyPatch, target: str, probe: Probe, deferred: bool | None, chunk: int
+):
+    """An engine that is deferred is for another GPU than the one here."""
+    monkeypatch.setattr("llmc.runtime.host.probe.probe_driver", lambda: probe.driver)
+
+    def limit(**asked: int) -> int:
+        request = Request(engine=EngineRequest(deferred=deferred), **asked)
+        how = {"calibration": None, "text": None, "judged": False, "progress": silent}
+        return take_order(tiny_export, target, request, None, **how)[0].limits.prefill_chunk
+
+    assert limit() == chunk
+    assert limit(prefill_chunk=300) == 300
+    assert limit(max_context=200) == 200
+
+
+def test_other_targets_chunks_do_not_depend_on_the_gpu_which_is_not_looked_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llmc.runtime.host.probe.probe_driver", lambda: pytest.fail("the GPU was looked for"))
+    assert {name: capabilities_for(name, None).chunk for name in ("cpu", "cuda")} == {"cpu": 256, "cuda": 2048}
+    bounds = {size: capabilities_for("tensorrt", size).chunk for size in (0, LARGE_GPU, LARGE_GPU + 1)}
+    assert bounds == {0: 256, LARGE_GPU: 256, LARGE_GPU + 1: 1024}

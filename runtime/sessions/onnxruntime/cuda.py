@@ -10,6 +10,7 @@ Not run on a GPU yet: tests run this session on a double of CUDA, with ONNX Runt
 
 import contextlib
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
 from llmc.errors import require
-from llmc.runtime.host.cuda import Driver, open_driver
+from llmc.runtime.host.cuda import RECORDING, Driver, open_driver
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.blocks import Block, Part, inputs_of, size_of
 from llmc.runtime.sessions.cuda.session import DeviceSession
@@ -104,6 +105,7 @@ class CudaSession(DeviceSession):
         self._graph = open_graph(self._runtime, graph, self._driver.device.index, self._stream, self.cache.dtype.name)
         self._bound: OrderedDict[_Call, Binding] = OrderedDict()
         self._recordings = 0
+        self._thread = threading.get_ident()
         self._close_later(self._forget_graph)  # before the memory that it is bound to, and its stream
 
     def _make_blocks(self) -> None:
@@ -115,7 +117,8 @@ class CudaSession(DeviceSession):
 
     def _forget_graph(self) -> None:
         self._forget_addresses()
-        del self._graph
+        with RECORDING.shared():  # ONNX Runtime frees the GPU's memory
+            del self._graph
 
     def _translate_errors(self, doing: str) -> contextlib.AbstractContextManager[None]:
         return translate_errors(f"{self._folder}: {doing}")
@@ -134,13 +137,16 @@ class CudaSession(DeviceSession):
         return self._logits
 
     def _run(self, batch: Batch) -> None:
+        if self._thread != threading.get_ident():  # whose recordings ONNX Runtime does not share with other threads
+            self._thread = threading.get_ident()
+            self._forget_addresses()
         rows, sequence = batch.input_ids.shape
         wanted = batch.logit_indices.shape[1]
         call = _Call(rows, sequence, max(1, wanted), batch.first_row)
         with self._memory_for(call) as blocks:
             binding = self._bind_call(call, blocks)
             binding.fill(batch)
-            binding.run(self._stream)
+            binding.run(self._driver, self._stream)
             self._driver.synchronize(self._stream)
             logits = binding.outputs["logits"][:, :wanted]
             self._logits = logits if blocks is self._blocks else logits.copy()

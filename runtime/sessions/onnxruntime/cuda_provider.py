@@ -23,7 +23,7 @@ import numpy as np
 
 from llmc.bundle import version
 from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, install_command
-from llmc.runtime.host.cuda import EMULATE, RECORDING, STICKY
+from llmc.runtime.host.cuda import EMULATE, RECORDING, STICKY, Driver
 from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.blocks import Block, Part, size_of
@@ -34,12 +34,24 @@ log = logging.getLogger(__name__)
 
 PROVIDER = "CUDAExecutionProvider"
 NOT_RECORDED = -1  # the number of a recording that is none
+MOST_FAILURES = 3  # recordings of a call that may fail before it is run without
 # What ONNX Runtime may compute on the host: shapes, which it has there.
 HOST_OPERATORS = frozenset({"Shape", "Cast", "Squeeze", "Range", "Expand"})
 # Flash attention, memory-efficient attention and plain products (bits of ONNX Runtime's AttentionBackend), beside its
 # own kernel for steps. Left to itself it takes cuDNN's from compute capability 9.0 on, which makes a plan, in 55 to 400
 # ms, for every length of a call and every growth of the cache (onnxruntime issue 32383).
 ATTENTION_KERNELS = 1 | 2 | 16
+FAST_KERNELS = "ep.cuda.fpa_intb_gemm"
+# Entries of every session. ONNX Runtime's fast kernels for 4- and 8-bit weights are off unless they are asked for.
+# Those of the published wheel take float16 activations, blocks of 32 with scales alone, no bias, inputs in multiples of
+# 32 and outputs in multiples of 64 (8 bits: 32), from compute capability 7.5 on. Other products fall back without a
+# word: those of a prompt expand their weights to float16 first. While a session loads, kernels are chosen by time, so
+# two loads need not choose the same.
+SESSION_ENTRIES = {
+    FAST_KERNELS: "1",
+    "session.use_device_allocator_for_initializers": "1",
+    "session.record_ep_graph_assignment_info": "1",
+}
 # How ONNX Runtime words what CUDA and cuBLAS return, and memory that its arena does not get.
 FAILURE = re.compile(r"CUDA failure (\d+)|CUBLAS failure|CUDA error|CUDNN failure", re.IGNORECASE)
 NO_MEMORY = ("Failed to allocate memory", "out of memory", "bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -48,7 +60,7 @@ NO_MEMORY = ("Failed to allocate memory", "out of memory", "bad_alloc", "CUBLAS_
 def _reinstall() -> str:
     return (
         f"pip uninstall onnxruntime onnxruntime-gpu, then {install_command('gpu')} (the two packages overwrite each "
-        "other; on Jetson take onnxruntime-gpu from NVIDIA's index)"
+        "other; a Jetson has no wheel: build for the target tensorrt or cpu)"
     )
 
 
@@ -87,7 +99,7 @@ def open_graph(runtime: Any, file: Path, device: int, stream: int, compute: str)
     recording = [True, False] if compute == "float16" else [False]
     for records in recording:
         try:
-            with RECORDING:
+            with RECORDING.shared():
                 session = _open_session(runtime, file, {**options, "enable_cuda_graph": str(int(records))})
         except Exception as error:
             if not records or "graph capture" not in str(error):
@@ -136,8 +148,8 @@ def _open_session(runtime: Any, file: Path, options: dict[str, str]) -> Any:
     settings = runtime.SessionOptions()
     settings.log_severity_level = LOG_FATAL_ONLY
     settings.intra_op_num_threads = 1  # the host computes shapes
-    settings.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
-    settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    for name, value in SESSION_ENTRIES.items():
+        settings.add_session_config_entry(name, value)
     # Without that argument a provider that fails is replaced by the CPU, with a print.
     return runtime.InferenceSession(str(file), settings, providers=[(PROVIDER, options)], enable_fallback=0)
 
@@ -185,7 +197,8 @@ class Binding:
         )
         self._recorder = recorder if graph.records else None
         self._number = NOT_RECORDED
-        self._runs = 0
+        self._failures = 0
+        self._ran = False
         self._io = graph.session.io_binding()
         for bind, block, parts in zip((self._io.bind_input, self._io.bind_output), blocks, places, strict=True):
             for name, part in parts.items():
@@ -201,30 +214,55 @@ class Binding:
         self._inputs["past_lengths"][:] = batch.past_lengths
         self._inputs["logit_indices"][:] = batch.logit_indices if batch.logit_indices.size else 0
 
-    def run(self, stream: int) -> None:
+    def run(self, driver: Driver, stream: int) -> None:
         """Queue the call and the copies around it; the outputs are there once the stream is synchronized."""
         self._blocks[0].upload(self._sizes[0], stream)
-        options = self._options()
-        # Its first run takes memory, and its second is recorded.
-        with RECORDING if self._runs <= 2 else contextlib.nullcontext():
-            self._graph.session.run_with_iobinding(self._io, options)
+        # Its first run takes memory, which no recording can.
+        if not (self._ran and self._recorder is not None and self._run_recorded(self._recorder, driver, stream)):
+            with RECORDING.shared():
+                self._run(NOT_RECORDED)
+            self._ran = True
         self._blocks[1].download(0, self._sizes[1], stream)
 
-    def _options(self) -> Any:
-        """Recorded from the second run on: ONNX Runtime runs a call it records several times, and most never return."""
-        self._runs += 1
-        if self._runs == 2 and self._recorder is not None:
-            self._number = self._recorder()
+    def _run_recorded(self, recorder: Callable[[], int], driver: Driver, stream: int) -> bool:
+        """Replay the recording, or make it, where no other thread calls CUDA; False if the call is still to be run.
+
+        A recording that fails says nothing of the call, which writes the same if it is run again.
+        """
+        replays = self._number != NOT_RECORDED
+        with RECORDING.shared() if replays else RECORDING as ready:
+            if not ready:
+                return False
+            number = self._number if replays else recorder()
+            if number == NOT_RECORDED:
+                self._recorder = None
+                return False
+            try:
+                self._run(number)
+            except Exception as error:
+                if _is_lost(error):
+                    raise
+                log.warning("a call is run without its CUDA graph, which failed (%s)", _line(error))
+                driver.drop_capture(stream)
+                self._number, self._failures = NOT_RECORDED, self._failures + 1
+                self._recorder = recorder if self._failures < MOST_FAILURES else None
+                return False
+            self._number = number
+            return True
+
+    def _run(self, number: int) -> None:
+        """Run the graph; a recording is made by ONNX Runtime in several runs, of which most never return."""
         options = self._graph.runtime.RunOptions()
-        options.add_run_config_entry("gpu_graph_id", str(self._number))
+        options.add_run_config_entry("gpu_graph_id", str(number))
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        return options
+        self._graph.session.run_with_iobinding(self._io, options)
 
     def close(self) -> None:
         """Let the recording go, if ONNX Runtime can: since 1.31."""
         release = getattr(self._graph.session, "release_captured_graph", None)
         if self._number != NOT_RECORDED and release is not None:
-            release(self._number)
+            with RECORDING.shared():
+                release(self._number)
         self._number, self._recorder = NOT_RECORDED, None
 
 
@@ -243,12 +281,17 @@ def translate_errors(doing: str) -> Iterator[None]:
                 raise ResourceError(
                     f"{doing} ran out of GPU memory ({line}); use fewer rows, a smaller context or a smaller model"
                 ) from error
-            found = FAILURE.search(text)
-            if found is None:
+            if FAILURE.search(text) is None:
                 raise
-            lost = found[1] is not None and int(found[1]) in STICKY
+            lost = _is_lost(error)
             advice = "start the process again" if lost else "see llmc doctor"
             raise GpuError(f"{doing} failed on the GPU ({line}); {advice}", lost=lost) from error
+
+
+def _is_lost(error: Exception) -> bool:
+    """True if nothing works on the GPU any more."""
+    found = FAILURE.search(str(error))
+    return found is not None and found[1] is not None and int(found[1]) in STICKY
 
 
 def _line(error: Exception) -> str:

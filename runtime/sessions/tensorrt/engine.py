@@ -81,8 +81,14 @@ class Engine:
         return self._kernels is not None
 
     def keep_kernels(self, file: Path) -> None:
-        """Use kernels that were compiled before, and keep those of this run when :meth:`close` is called."""
+        """Use kernels that were compiled before, and keep those of this run when :meth:`save_kernels` or :meth:`close`
+        is called."""
         self._kernels = Kernels(self.library, self.native, file)
+
+    def save_kernels(self) -> None:
+        """Keep the kernels that were compiled until now."""
+        if self._kernels is not None:
+            self._kernels.save()
 
     def context_settings(self, repeats: bool) -> Any:
         """Settings of a context that works in memory which it is given; ``repeats`` tells that its calls have few
@@ -108,8 +114,7 @@ class Engine:
 
     def close(self) -> None:
         """Let the library free it; its contexts must be gone."""
-        if self._kernels is not None:
-            self._kernels.save()
+        self.save_kernels()
         self._kernels = None
         self.native = self._runtime = None
 
@@ -125,16 +130,11 @@ class Context:
         self._library = engine.library
         self._shapes: dict[str, Shape] = {}
         self._addresses: dict[str, int] = {}
-        self._ran = False
         settings = engine.context_settings(repeats=profile == DECODE)
         self._native = self._ask("making a context", engine.native.create_execution_context, settings)
         self._ask("choosing a profile", self._native.set_optimization_profile_async, profile, stream)
         if size:
             self._native.set_device_memory(memory, size)
-
-    def has_run(self, shapes: Mapping[str, Shape]) -> bool:
-        """True if the last run had these shapes: only then can it be recorded, for the first one takes memory."""
-        return self._ran and all(self._shapes.get(name) == shape for name, shape in shapes.items())
 
     def can_be_recorded(self, stream: int) -> bool:
         """True if the library allows it; only TensorRT-RTX can be asked."""
@@ -145,7 +145,6 @@ class Context:
         """Set what differs from the last run."""
         for name, shape in shapes.items():
             if self._shapes.get(name) != shape:
-                self._ran = False
                 self._shapes.pop(name, None)
                 with self._log.collect_messages() as messages:
                     if not self._native.set_input_shape(name, shape):
@@ -160,7 +159,6 @@ class Context:
     def run(self, stream: int) -> None:
         """Queue a run. Raises GpuError: the engine refuses, with what the library logged."""
         self._ask("running the engine", self._native.execute_async_v3, stream)
-        self._ran = True
 
     def _ask(self, doing: str, ask: Callable[..., Any], *arguments: Any) -> Any:
         with self._log.collect_messages() as messages:

@@ -1,18 +1,17 @@
 """TensorRT-RTX compiles kernels where it runs: what it compiled is kept, and steps wait for theirs.
 
 Left to itself it compiles a kernel for every shape in the background and runs a general one until then, which rounds
-otherwise. Decode steps, whose shapes are few, wait for their kernels (eager specialisation); prompts, each of
-another length, do not. See "Working with Runtime Cache" in its documentation. Not run on a GPU yet.
+otherwise. Decode steps, whose shapes are few, wait for their kernels (eager specialisation): a session compiles those
+of one row when it loads. Prompts, each of another length, do not wait. See "Working with Runtime Cache" in its
+documentation. Not run on a GPU yet.
 """
 
 import hashlib
 import logging
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from llmc.runtime.host import disk_cache
-from llmc.strict import open_regular
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +40,13 @@ class Kernels:
         self._library, self._engine, self._file = library, engine, file
         self._native = engine.create_runtime_config().create_runtime_cache()
         self._known = 0
-        with suppress(OSError, ValueError), open_regular(file) as opened:
-            content = opened.read()
-            if self._native.deserialize(content):
-                self._known = len(content)
-            else:
-                log.info("%s is not for this machine: kernels are compiled anew", file)
+        content = disk_cache.read_file(file)
+        if content and self._native.deserialize(content):
+            self._known = len(content)
+        elif content:
+            log.info("%s is damaged, or not for this GPU and driver: it is ignored", file)
+        if not self._known:
+            log.info("kernels are compiled while the engine loads; later loads find them in %s", file)
 
     def configure_context(self, strategy: Any, repeats: bool) -> Any:
         """Settings of a context: who allocates its memory, and whether its shapes are few."""
@@ -58,15 +58,8 @@ class Kernels:
         return config
 
     def save(self) -> None:
-        """Write them where they are kept, if there are others than before; without them the next start is slower."""
+        """Write the kernels where they are kept, if their size has changed; without them the next start is slower."""
         content = bytes(self._native.serialize() or b"")
-        if len(content) in (0, self._known):
-            return
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with disk_cache.write_entry(self._file) as staging:
-                staging.write_bytes(content)
+        if len(content) not in (0, self._known):
             self._known = len(content)
-            disk_cache.prune(KIND, KEPT_BYTES)
-        except OSError as error:
-            log.info("kernels cannot be kept (%s)", error)
+            disk_cache.keep_file(self._file, content, KEPT_BYTES)

@@ -124,7 +124,7 @@ def load_library(engine: str) -> Any:
         needed = ".".join(map(str, wanted.minimum))
         raise GpuError(
             f"{wanted.module} {found} is installed, llmc needs {needed} or later: {wanted.install()}; or build for the "
-            "target cuda or cpu"
+            "target cpu, or cuda (not on a Jetson)"
         )
     return library
 

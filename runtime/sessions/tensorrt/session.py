@@ -5,6 +5,7 @@ A decode step writes a few integers into pinned memory, launches one recorded gr
 Not run on a GPU yet: tests run this session on doubles of CUDA and TensorRT that enforce their rules.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ class TensorRTSession(DeviceSession):
         super().__init__(folder, manifest, open_driver(device) if driver is None else driver)
         with self._free_on_error():
             self._config = require_config(folder, manifest)
+            self._compiled: set[tuple[int, int]] = set()  # rows and bucket of decode steps whose kernels were saved
             self._open(manifest)
 
     # ------------------------------------------------------------------------------------------------- loading
@@ -61,11 +63,13 @@ class TensorRTSession(DeviceSession):
     def _open(self, manifest: Manifest) -> None:
         check_machine(self._folder, manifest, self._config, self._library, self._driver.device)
         self._begin(round_up(self._config, 1))
-        engine = self._load_engine(manifest)
+        self._engine = self._load_engine(manifest)
         self._make_blocks()
-        self._make_contexts(engine)
-        engine.check_aliases([tensor.present for tensor in tensors_of(self._geometry.caches)])
+        self._make_contexts(self._engine)
+        self._engine.check_aliases([tensor.present for tensor in tensors_of(self._geometry.caches)])
         self._make_cache()
+        if self._engine.compiles_kernels:
+            self._compile_kernels()
 
     def _load_engine(self, manifest: Manifest) -> Engine:
         file = self._config.file
@@ -101,6 +105,27 @@ class TensorRTSession(DeviceSession):
         self.changes_kernels = engine.compiles_kernels
         self._steps = Steps(self._driver, self._stream, contexts)
         self._close_later(self._steps.clear)
+
+    def _compile_kernels(self) -> None:
+        """Compile the kernels of one row's decode steps, for each bucket, before a request waits for them."""
+        self.cache.reserve(1, 1)
+        calls = [Call(DECODE, 1, 1, 1, first_row=0, attended=bucket) for bucket in self._config.buckets]
+        for step in map(self._step, calls):
+            for values in step.inputs.values():
+                values[:] = 0
+            self._steps.run(step)
+        self._steps.clear()
+        self.cache.close()
+        self._save_kernels(calls)
+
+    def _save_kernels(self, calls: Sequence[Call]) -> None:
+        """Save kernels at once when decode steps of new shapes were run: a service may be killed, and never closes."""
+        if not self._engine.compiles_kernels:
+            return
+        shapes = {(call.rows, call.attended) for call in calls if call.profile == DECODE}
+        if not shapes <= self._compiled:
+            self._compiled |= shapes
+            self._engine.save_kernels()
 
     def _bucket(self, positions: int) -> int:
         return next(bucket for bucket in self._config.buckets if bucket >= positions)
@@ -152,6 +177,7 @@ class TensorRTSession(DeviceSession):
         if piece.profile == PREFILL and piece.outputs.size:
             step.inputs["logit_indices"][:] = batch.logit_indices[piece.rows, piece.outputs] - piece.tokens.start
         self._steps.run(step)
+        self._save_kernels([step.call])
         self.cache.note_computed(first_row, ends)
         return step.logits
 

@@ -9,15 +9,16 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from llmc.errors import GpuError
+from llmc.errors import GpuError, LlmcError
 from llmc.runtime.host.cuda import Driver
 from llmc.runtime.sessions.cuda.blocks import Block, Part, Shape, size_of
 from llmc.runtime.sessions.tensorrt.engine import Context
 
 log = logging.getLogger(__name__)
 
-# Calls whose addresses are kept, with what was recorded of them: one for every number of rows and bucket.
-KEPT_STEPS = 64
+# Steps that are kept with their recordings: one for each of 1 to 8 rows, in two buckets. The memory plan counts 6 MB of
+# the GPU's memory for each in a model of 16 layers; a board of 8 GB has none for many more.
+KEPT_STEPS = 16
 # A longer call keeps the device busy for so long that queueing its kernels one by one costs nothing.
 RECORDED_TOKENS = 16
 
@@ -52,6 +53,7 @@ class Step:
         fixed: tuple[Mapping[str, Shape], Mapping[str, int]],
     ) -> None:
         self.call = call
+        self.has_run = False
         self.graph = 0
         self._blocks = blocks
         (taken, given), (inputs, outputs) = blocks, places
@@ -73,8 +75,11 @@ class Step:
 
 
 class Steps:
-    """Runs steps, and records those that come again: what was recorded is launched at once, kernels and copies.
-    ``contexts``: for each profile of the engine the one that its calls share."""
+    """Runs steps, and records each when it comes for the second time: from then on it is launched as a whole, kernels
+    and copies.
+
+    ``contexts``: for each profile of the engine the one that its calls share.
+    """
 
     def __init__(self, driver: Driver, stream: int, contexts: Sequence[Context]) -> None:
         self._driver = driver
@@ -91,7 +96,9 @@ class Steps:
         return step
 
     def keep(self, step: Step) -> None:
-        """Keep a step, and let the one go that was unused for longest."""
+        """Keep a step that may be recorded, and let the one go that was unused for longest."""
+        if step.call.sequence > RECORDED_TOKENS:
+            return
         self._kept[step.call] = step
         if len(self._kept) > KEPT_STEPS:
             self._forget(self._kept.popitem(last=False)[1])
@@ -110,8 +117,6 @@ class Steps:
         """Run a step and wait for it. Its inputs are in its arrays, and then so are its outputs.
         Raises RequestError: its shapes are not in the engine's profile; GpuError: the engine or the GPU fails."""
         self._driver.activate()
-        if not step.graph and self._may_record(step):
-            step.graph = self._record(step)
         if step.graph:
             if self._last.get(step.call.profile) is not step:  # what was recorded is its context's, as it was set then
                 self._prepare(step)
@@ -119,6 +124,9 @@ class Steps:
         else:
             self._queue(step)
         self._driver.synchronize(self._stream)
+        if step.has_run and not step.graph and self.records:  # a plain run, which is over, has set up the library
+            step.graph = self._record(step)
+        step.has_run = True
 
     def _queue(self, step: Step) -> None:
         self._prepare(step)
@@ -131,28 +139,25 @@ class Steps:
         self._contexts[step.call.profile].prepare(step.shapes, step.addresses)
         self._last[step.call.profile] = step
 
-    def _may_record(self, step: Step) -> bool:
-        """True of a short step whose very shapes have just been run: the library sets up a run only once."""
-        call, context = step.call, self._contexts[step.call.profile]
-        may = self.records and call.sequence <= RECORDED_TOKENS and context.has_run(step.shapes)
-        return may and context.can_be_recorded(self._stream)
-
     def _record(self, step: Step) -> int:
-        """The recorded step, or 0 where that fails, and then it is not tried again."""
-        failure: GpuError | None = None
+        """Record a step, which does not run meanwhile; 0 where the library forbids it, and where it fails: then no step
+        is recorded any more."""
+        if not self._contexts[step.call.profile].can_be_recorded(self._stream):
+            return 0
+        failure: LlmcError | None = None
         graph = 0
         self._driver.begin_capture(self._stream)
         try:
             self._queue(step)
-        except GpuError as error:
+        except LlmcError as error:
             failure = error
         try:
             graph = self._driver.end_capture(self._stream)
-        except GpuError as error:
+        except LlmcError as error:  # also for want of memory, which a recorded step holds
             failure = failure or error
         if failure is None:
             return graph
-        if failure.lost:
+        if isinstance(failure, GpuError) and failure.lost:
             raise failure
         if graph:
             self._driver.destroy_graph(graph)

@@ -13,10 +13,11 @@ from doubles.plans import PLAN
 
 from llmc.bundle import Limits, Profile, Recipe
 from llmc.optimize.build import build
-from llmc.optimize.plan.device import device_plan, with_engine
+from llmc.optimize.plan.device import RECORDED_LAYER, device_plan, with_engine
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import capabilities
+from llmc.runtime.sessions.tensorrt.steps import KEPT_STEPS
 
 GEOMETRY = uniform("llama", 4, 256, 512, 8, 2, 32, 1000, 4096, False, (0,) * 4)
 LIMITS = Limits(max_context=1024, max_batch=4, prefill_chunk=128)
@@ -34,7 +35,7 @@ def test_activations_grow_with_the_chunk_and_scores_with_the_context():
     def workspace(chunk: int, context: int) -> int:
         return device_plan(GEOMETRY, Limits(context, 4, chunk), recipe(precision="fp16")).workspace
 
-    assert workspace(256, 1024) == 2 * workspace(128, 1024)
+    assert workspace(512, 1024) - workspace(256, 1024) == 2 * (workspace(256, 1024) - workspace(128, 1024)) > 0
     assert workspace(128, 2048) - workspace(128, 1024) == 2 * 2 * 8 * 128 * 1024, "two arrays of 16 bits for each head"
     assert workspace(2048, 1024) == workspace(1024, 1024), "no chunk is longer than the context"
 
@@ -42,7 +43,29 @@ def test_activations_grow_with_the_chunk_and_scores_with_the_context():
 def test_blocks_of_integers_are_expanded_one_matrix_at_a_time_for_cuda():
     blocks, floats = (device_plan(GEOMETRY, LIMITS, recipe("cuda", precision=name)) for name in ("int8", "fp16"))
     assert blocks.workspace - floats.workspace == 2 * TABLE, "the head is the largest"
-    assert device_plan(GEOMETRY, LIMITS, recipe(precision="int4")).workspace == floats.workspace, "TensorRT does not"
+    blocks, floats = (device_plan(GEOMETRY, LIMITS, recipe(precision=name)) for name in ("int4", "fp16"))
+    assert blocks.workspace == floats.workspace, "TensorRT does not"
+
+
+def test_tensorrts_recorded_steps_are_planned():
+    engine, graph = (device_plan(GEOMETRY, LIMITS, recipe(target, precision="fp16")) for target in ("tensorrt", "cuda"))
+    assert engine.workspace - graph.workspace == KEPT_STEPS * RECORDED_LAYER * GEOMETRY.layers
+
+
+def test_the_memory_that_timing_kernels_takes_is_there_while_a_session_loads():
+    small = Limits(max_context=256, max_batch=1, prefill_chunk=16)
+    blocks, floats = (device_plan(GEOMETRY, small, recipe("cuda", precision=name)) for name in ("int4", "fp16"))
+    assert blocks.workspace == 2 * 2048 * (1000 + 256) + TABLE > floats.workspace
+
+
+def test_blocks_without_zero_points_are_what_cuda_is_planned_with():
+    plans = [
+        device_plan(GEOMETRY, LIMITS, recipe("cuda", precision="int4", head="int4", **grid))
+        for grid in ({}, {"symmetric": True, "block_size": 32}, {"symmetric": False, "block_size": 64})
+    ]
+    assert plans[0] == plans[1]
+    linears = sum(linear.size for linear in GEOMETRY.linears) * (16 / 32 - (16 + 4) / 64) / 8
+    assert plans[0].weights - plans[2].weights == linears + TABLE * (16 / 32 - 16 / 64) / 8, "rows have 8 bits"
 
 
 def test_an_engine_that_is_there_tells_its_weights_itself(tmp_path: Path):

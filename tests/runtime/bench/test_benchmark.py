@@ -1,16 +1,19 @@
 """The benchmark's figures follow from what it timed, and its arguments are checked before anything is loaded."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llmc import __version__
-from llmc.bundle import read_bundle
-from llmc.errors import BundleError, UsageError
-from llmc.runtime import load
+from llmc.bundle import DeviceMemory, read_bundle
+from llmc.errors import BundleError, GpuError, ResourceError, UsageError
+from llmc.runtime import Model, load
 from llmc.runtime.bench import benchmark as module
 from llmc.runtime.bench.benchmark import BenchmarkReport, benchmark
+
+DEVICE = DeviceMemory(context=0, weights=0, workspace=0, cache_per_token=1, logits=0)
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +39,7 @@ def test_the_report_says_what_was_run_and_where(tiny_bundle: Path, report: Bench
     assert 0 < report.load_s < 60
     assert 0 < report.ttft_p50_s <= report.ttft_p95_s
     assert 1 << 20 < report.rss_after_load_bytes <= report.rss_peak_bytes
+    assert report.copy_bandwidth is None
     assert 0 < report.roofline_fraction <= 1
 
 
@@ -57,6 +61,48 @@ def test_the_figures_follow_from_the_times(tiny_bundle: Path, monkeypatch: pytes
     assert (report.prefill_tokens_per_s, report.decode_tokens_per_s) == pytest.approx((50, 6 / 0.21))
     assert report.read_bandwidth == pytest.approx(report.weight_bytes_per_token / 0.01)
     assert report.roofline_fraction == pytest.approx(0.01 / 0.035)
+
+
+class Copies:
+    """A driver that knows how fast it copies, or why it cannot say."""
+
+    def __init__(self, answer: float | Exception) -> None:
+        self.answer, self.closed = answer, False
+
+    def copy_bandwidth(self) -> float:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("answer", [4e9, ResourceError("256 MB are free"), GpuError("waiting failed")], ids=str)
+def test_a_bundle_on_a_gpu_is_measured_by_the_gpus_memory(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, answer: float | Exception
+):
+    """The bundle runs on the CPU and says that it has a GPU; the host's memory is not read."""
+    driver = Copies(answer)
+
+    def load_on_gpu(folder: Path, **options: Any) -> Model:
+        model = load(folder, **options)
+        model.manifest = replace(model.manifest, device=DEVICE)
+        return model
+
+    monkeypatch.setattr(module, "load", load_on_gpu)
+    monkeypatch.setattr(module, "_time_request", lambda *_: (0.5, [0.01, 0.02, 0.03]))
+    monkeypatch.setattr(module, "open_driver", lambda: driver)
+    monkeypatch.delattr(module, "read_bandwidth")
+    report = benchmark(tiny_bundle, prompt_length=10, new_tokens=3, repeats=1, threads=1)
+    assert report.read_bandwidth is None
+    assert driver.closed
+    if isinstance(answer, Exception):
+        assert (report.copy_bandwidth, report.roofline_fraction) == (None, None)
+        assert f"the GPU's copy bandwidth was not measured: {answer}" in caplog.text
+    else:
+        assert report.copy_bandwidth == answer
+        assert report.roofline_fraction == pytest.approx(report.weight_bytes_per_token / 0.02 / answer)
 
 
 def test_no_prompt_comes_from_the_prefix_cache(tiny_bundle: Path):

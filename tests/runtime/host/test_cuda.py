@@ -19,7 +19,7 @@ from doubles.geometries import uniform
 from llmc.bundle import Manifest
 from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError
 from llmc.runtime.host import cuda
-from llmc.runtime.host.cuda import RECORDING, DeviceInfo, Driver, open_driver
+from llmc.runtime.host.cuda import COPIES, LEAST_COPIED, RECORDING, DeviceInfo, Driver, open_driver
 from llmc.runtime.kv.device_cache import DeviceCache
 
 CUresult = enum.IntEnum(
@@ -74,6 +74,7 @@ class Api:
     def __init__(self, integrated: bool = False) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.codes: dict[str, Any] = {}
+        self.hooks: dict[str, Callable[[], Any]] = {}
         self.answers = dict(ANSWERS)
         self.attributes = {75: 8, 76: 7, 18: int(integrated)}
 
@@ -83,6 +84,7 @@ class Api:
 
         def call(*arguments: Any) -> tuple[Any, ...]:
             self.calls.append((name, *arguments))
+            self.hooks.get(name, lambda: None)()
             code = self.codes.get(name, CUresult.CUDA_SUCCESS)
             if isinstance(code, Exception):
                 raise code
@@ -126,14 +128,103 @@ def test_any_visible_gpu_can_be_opened(api: Api):
     assert ("cuDeviceGet", 3) in api.calls
 
 
-def test_memory_waits_while_another_thread_records(driver: Driver, api: Api):
-    with RECORDING:
-        thread = threading.Thread(target=driver.alloc, args=(256,), daemon=True)
+CALLS: dict[str, Callable[[Driver], Any]] = {
+    "cuMemAlloc": lambda driver: driver.alloc(256),
+    "cuMemFree": lambda driver: driver.free(4096),
+    "cuMemHostAlloc": lambda driver: driver.alloc_host(256),
+    "cuMemFreeHost": lambda driver: driver.free_host(8192),
+    "cuStreamSynchronize": lambda driver: driver.synchronize(21),
+    "cuMemcpyAsync": lambda driver: driver.copy(4096, 8192, 256, 21),
+    "cuMemcpy2DAsync": lambda driver: driver.copy_2d(4096, 16, 8192, 16, 16, 2, 21),
+    "cuMemsetD8Async": lambda driver: driver.fill(4096, 256, 21),
+    "cuStreamDestroy": lambda driver: driver.destroy_stream(21),
+    "cuGraphExecDestroy": lambda driver: driver.destroy_graph(32),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_wait_while_another_thread_records(driver: Driver, api: Api, name: str):
+    thread = threading.Thread(target=CALLS[name], args=(driver,), daemon=True)
+    with RECORDING as alone:
+        assert alone
         thread.start()
-        thread.join(0.2)
-        assert api.names().count("cuMemAlloc") == 0
+        thread.join(0.05)
+        assert api.calls == []
     thread.join(10)
-    assert api.names().count("cuMemAlloc") == 1
+    assert name in api.names()
+
+
+def test_the_thread_that_records_may_call_and_an_error_ends_its_turn(driver: Driver, api: Api):
+    with pytest.raises(KeyError), RECORDING:
+        driver.fill(4096, 256, 21)
+        raise KeyError
+    thread = threading.Thread(target=driver.synchronize, args=(21,), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert api.names()[-1] == "cuStreamSynchronize"
+
+
+def test_waits_of_two_threads_overlap_and_no_recording_begins_meanwhile(driver: Driver, api: Api):
+    both = threading.Barrier(3)
+    api.hooks["cuStreamSynchronize"] = lambda: both.wait(10)
+    threads = [threading.Thread(target=driver.synchronize, args=(21,), daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while api.names().count("cuStreamSynchronize") < 2:
+        threads[0].join(0.001)
+    with RECORDING as alone:
+        assert not alone
+    both.wait(10)
+    for thread in threads:
+        thread.join(10)
+    with RECORDING as alone:
+        assert alone
+
+
+def test_a_recording_that_failed_is_ended_and_one_that_did_not_begin_is_none(driver: Driver, api: Api):
+    driver.drop_capture(21)
+    assert api.calls[-2:] == [("cuStreamEndCapture", 21), ("cuGraphDestroy", 31)]
+    api.codes["cuStreamEndCapture"] = CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+    driver.drop_capture(21)
+    driver.synchronize(21)
+
+
+# ----------------------------------------------------------------------------------------------------------- bandwidth
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("free", "size"), [(8 * GIB, GIB), (4 * GIB, GIB), (GIB, GIB // 4), (4 * LEAST_COPIED, LEAST_COPIED)]
+)
+def test_copy_bandwidth_counts_reads_and_writes_between_two_events(driver: Driver, api: Api, free: int, size: int):
+    api.answers |= {"cuMemGetInfo": (free, 80 * GIB), "cuEventCreate": (41,), "cuEventElapsedTime": (8.0,)}
+    assert driver.copy_bandwidth() == 2 * COPIES * size / 0.008
+    events = [call for call in api.calls if call[0].startswith(("cuEvent", "cuMemcpy", "cuStreamSync"))]
+    copies = [("cuMemcpyDtoDAsync", 4096, 4096, size, 21)] * COPIES
+    timed = [("cuEventRecord", 41, 21), *copies, ("cuEventRecord", 41, 21), ("cuStreamSynchronize", 21)]
+    assert events[3:-3] == timed
+    assert {name: api.names().count(name) for name in ("cuMemFree", "cuEventDestroy", "cuStreamDestroy")} == {
+        "cuMemFree": 2,
+        "cuEventDestroy": 2,
+        "cuStreamDestroy": 1,
+    }
+
+
+def test_too_little_free_memory_tells_nothing_of_the_bandwidth(driver: Driver, api: Api):
+    for free in (0, 4 * LEAST_COPIED - 4):
+        api.answers["cuMemGetInfo"] = (free, GIB)
+        with pytest.raises(ResourceError, match=rf"takes 268 MB of free GPU memory, {free // 10**6} MB are free"):
+            driver.copy_bandwidth()
+    assert "cuMemAlloc" not in api.names()
+
+
+def test_memory_that_is_gone_before_it_is_taken_is_given_back(driver: Driver, api: Api):
+    api.answers["cuMemGetInfo"] = (8 * GIB, 8 * GIB)
+    api.codes["cuStreamCreate"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    with pytest.raises(ResourceError, match="making a stream failed"):
+        driver.copy_bandwidth()
+    assert api.names().count("cuMemFree") == 2
 
 
 def test_a_copy_of_rows_names_both_sides_in_one_space_of_addresses(driver: Driver, api: Api):
@@ -271,6 +362,11 @@ def test_a_gpu_copies_records_and_clears(gpu: cuda.Driver):
     gpu.copy(host, device, 64, stream)
     gpu.synchronize(stream)
     assert not values.any()
+    gpu.begin_capture(stream)
+    gpu.drop_capture(stream)
+    gpu.drop_capture(stream)
+    gpu.synchronize(stream)
+    assert gpu.copy_bandwidth() > 1e10
     gpu.destroy_graph(graph)
     gpu.free(device)
     gpu.free_host(host)

@@ -5,6 +5,7 @@ Nothing here runs on a GPU: that every operator has a CUDA kernel is read from O
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -13,8 +14,9 @@ import pytest
 from doubles.lowerings import Lowering, difference, portable, relative_difference, varied
 from doubles.modules import random_checkpoints
 
-from llmc.bundle import Limits
+from llmc.bundle import Limits, Recipe
 from llmc.errors import BuildError
+from llmc.inventory import SENSITIVE
 from llmc.optimize import passes
 from llmc.optimize.lower.context import (
     Computed,
@@ -25,9 +27,11 @@ from llmc.optimize.lower.context import (
     QuantConfigs,
     Static,
     WeightOnly,
+    quant_configs,
 )
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.targets import OLD
+from llmc.optimize.recipe import Request, resolve
+from llmc.optimize.targets import OLD, capabilities
 from llmc.optimize.weights.store import Calibrated
 
 # Largest absolute difference of logits (up to 9) in float32, as the target promises it: sums in another order cost up
@@ -38,6 +42,16 @@ FLOAT32_TOLERANCE = 2e-4
 FLOAT16_TOLERANCE = 8e-3
 
 BIASES, WINDOW, QK_NORM = "llama-biases", "mistral-window-wide-heads", "qwen3-tied-sharded"
+# Products of different shapes: packed or not, with biases, tied heads, and MLPs of one matrix or two.
+DIFFERENT = (
+    BIASES,
+    WINDOW,
+    QK_NORM,
+    "phi3-packed-window-fp16",
+    "gemma2-softcaps",
+    "cohere-parallel",
+    "gpt2-scale-by-layer",
+)
 CAPACITY = 24
 PIECES = {"whole": [20], "chunks": [7, 1, 12], "steps": [1] * 20, "draft": [9, 1, 1, 4, 1, 4]}
 FLOAT16_FORMS = [
@@ -54,11 +68,12 @@ FLOAT16_FORMS = [
 class Lowered(Lowering):
     """An export on its way through the passes of the CUDA target."""
 
-    def __init__(self, export: Path, folder: Path, form: QuantConfig, compute: str) -> None:
+    def __init__(self, export: Path, folder: Path, form: QuantConfig | Recipe, compute: str) -> None:
         folder.mkdir()
         opsets = {"": OLD[0], "com.microsoft": 1}
         super().__init__(export, folder, passes.PASSES["cuda"], opsets, OLD[1])
-        forms = QuantConfigs(form, form)
+        asked = isinstance(form, Recipe)
+        forms = quant_configs(form, self.geometry)["shared"] if asked else QuantConfigs(form, form)
         limits = Limits(CAPACITY, 4, CAPACITY)
         self.context = LoweringContext(
             "shared", self.geometry, limits, forms, self.weights, Calibrated(), compute, compute
@@ -74,7 +89,7 @@ class Lowered(Lowering):
 def lowered(tmp_path: Path) -> Callable[..., Lowered]:
     started: list[Lowered] = []
 
-    def start(export: Path, form: QuantConfig, compute: str) -> Lowered:
+    def start(export: Path, form: QuantConfig | Recipe, compute: str) -> Lowered:
         started.append(Lowered(export, tmp_path / f"lowered-{len(started)}", form, compute))
         return started[-1]
 
@@ -254,6 +269,56 @@ def test_no_value_goes_from_the_host_to_the_device_but_into_arguments_that_kerne
                 readers += node.outputs[0].uses()
             else:
                 assert (node.op_type, index) in on_the_host
+
+
+def list_slow_products(lowering: Lowered) -> list[str]:
+    """Products with integer weights for which ONNX Runtime's fast kernels are not made: CheckFpAIntBEligibility of its
+    matmul_nbits.cc, as the published wheel is built."""
+    slow = []
+    for node in lowering.nodes("MatMulNBits"):
+        size, inputs, outputs, bits = (node.attributes[key].as_int() for key in ("block_size", "K", "N", "bits"))
+        terms = [value for value in node.inputs[3:] if value is not None]  # zero points, order of inputs, bias
+        floats = {node.inputs[2].dtype, node.inputs[2].const_value.dtype}
+        takes = bits in (4, 8) and size == 32 and inputs % 32 == 0 and outputs % {4: 64, 8: 32}[bits] == 0
+        if not takes or terms or floats != {ir.DataType.FLOAT16} or "weight_prepacked" in node.attributes:
+            slow.append(f"{node.name} [{outputs}, {inputs}]")
+    return slow
+
+
+def cuda_recipe(**asked: Any) -> Recipe:
+    return resolve(Request(**asked), capabilities("cuda"), 128, "test")[0]
+
+
+@pytest.mark.parametrize("case", DIFFERENT, indirect=True)
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_every_product_with_integer_weights_has_a_fast_kernel(case, lowered, precision):
+    """The head's, too. An MLP of 96 that is not packed with another is no multiple of 64, as real ones are."""
+    lowering = lowered(case.export, cuda_recipe(precision=precision), "float16").lower()
+    assert len(lowering.nodes("MatMulNBits")) > 6
+    assert [name for name in list_slow_products(lowering) if precision == "int8" or "[96, 64]" not in name] == []
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"precision": "int4", "symmetric": False},
+        {"precision": "int4", "block_size": 64},
+        {"precision": "int8", "block_size": 128},
+        {"precision": "int4", "compute": "float32"},
+    ],
+    ids=str,
+)
+def test_what_has_no_fast_kernel_is_noticed(exported, lowered, asked):
+    recipe = cuda_recipe(**asked)
+    assert list_slow_products(lowered(exported(BIASES).export, recipe, recipe.compute).lower())
+
+
+@pytest.mark.parametrize("layers", [{SENSITIVE: "int8"}, {"*.v_proj": "int8", "*.0.mlp.*": "fp16"}], ids=str)
+def test_layers_in_other_precisions_leave_the_fast_kernels_to_the_rest(exported, lowered, layers):
+    recipe = cuda_recipe(precision="int4", layers=layers)
+    lowering = lowered(exported(WINDOW).export, recipe, "float16").lower()
+    assert {node.attributes["bits"].as_int() for node in lowering.nodes("MatMulNBits")} == {4, 8}
+    assert list_slow_products(lowering) == []
 
 
 def test_fuse_skip_norms_leaves_a_norm_of_something_else(exported, lowered):

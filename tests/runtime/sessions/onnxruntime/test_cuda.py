@@ -1,6 +1,9 @@
 """The CUDA session on doubles: a GPU in host memory, and ONNX Runtime's CPU kernels behind its CUDA provider."""
 
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -8,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doubles.cuda import ORIN, SERVER, FakeDriver
+from doubles.cuda import ORIN, SERVER, FakeDriver, GlobalCapture
 from doubles.onnxruntime_cuda import EngineError, FakeOnnxRuntime
 
 from llmc.bundle import Manifest, read_bundle
 from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError, UsageError
 from llmc.runtime import load
+from llmc.runtime.host.cuda import RECORDING
 from llmc.runtime.sessions import Batch, Phase, Session, emulate_target, open_session
 from llmc.runtime.sessions.onnxruntime.cuda import CudaSession
 from llmc.runtime.sessions.onnxruntime.cuda_provider import check_provider
@@ -160,6 +164,16 @@ def test_a_step_that_comes_again_is_recorded_and_then_replayed(fp16_bundle, open
     assert np.array_equal(found, wanted)
 
 
+def test_a_recording_is_not_another_threads(fp16_bundle, opened):
+    """Loading replays golden prompts in one thread, and the engine serves in its own."""
+    session = opened(fp16_bundle)
+    found = [decode(session, [5], [0]) for _ in range(3)]
+    with ThreadPoolExecutor(1) as pool:
+        found += [pool.submit(decode, session, [5], [0]).result() for _ in range(3)]
+    assert all(np.array_equal(each, found[0]) for each in found)
+    assert session._runtime.runs == [-1, 1, 1, -1, 2, 2]
+
+
 def test_recordings_go_when_the_cache_moves(fp16_bundle, opened):
     session = opened(fp16_bundle)
     for _ in range(3):
@@ -180,6 +194,119 @@ def test_a_library_that_cannot_record_is_used_without(fp16_bundle, opened, caplo
     assert "ONNX Runtime cannot record decoder.onnx as a CUDA graph" in caplog.text
 
 
+# A failure that a recording may end with; none of them says anything of the call itself.
+SPOILED = [
+    "CUDA failure 900: operation not permitted when stream is capturing ; GPU=0",
+    "CUDA failure 901: operation failed due to a previous error during capture ; GPU=0",
+    "CUBLAS failure 14: CUBLAS_STATUS_INTERNAL_ERROR ; GPU=0",
+    "CUDA failure 2: out of memory ; GPU=0",
+    "No valid fpA_intB MatMulNBits tactic for M=1. The M bucket was not profiled before CUDA graph capture",
+]
+
+
+def spoil(capture: GlobalCapture) -> None:
+    capture.spoiled = True
+
+
+def fail_with(text: str) -> Callable[[GlobalCapture], None]:
+    def fail(capture: GlobalCapture) -> None:
+        raise EngineError(f"[ONNXRuntimeError] : 1 : FAIL : {text}")
+
+    return fail
+
+
+@pytest.mark.parametrize("fails", [spoil, *map(fail_with, SPOILED)], ids=["spoiled", *(text[:16] for text in SPOILED)])
+def test_a_step_whose_recording_fails_is_answered_without_and_recorded_later(fp16_bundle, opened, caplog, fails):
+    session, other = opened(fp16_bundle), opened(fp16_bundle, records=False)
+    for each in (session, other):
+        prefill(each, PROMPTS[2])
+    session._runtime.runs.clear()
+    found, wanted = ([decode(it, [5], [37])] for it in (session, other))
+    session._runtime.during_recording = fails
+    found.append(decode(session, [6], [38]))
+    session._runtime.during_recording = lambda capture: None
+    found += [decode(session, [7 + i], [39 + i]) for i in range(2)]
+    wanted += [decode(other, [6 + i], [38 + i]) for i in range(3)]
+    assert np.array_equal(found, wanted)
+    assert session._runtime.runs == [-1, 1, -1, 2, 2]
+    assert "run without its CUDA graph" in caplog.text
+
+
+def test_a_step_whose_recordings_keep_failing_is_run_without(fp16_bundle, opened):
+    session = opened(fp16_bundle)
+    session._runtime.during_recording = spoil
+    for _ in range(6):
+        decode(session, [5], [0])
+    assert session._runtime.runs == [-1, 1, -1, 2, -1, 3, -1, -1, -1]
+
+
+def test_a_replay_that_fails_is_answered_without(fp16_bundle, opened):
+    session = opened(fp16_bundle)
+    found = [decode(session, [5], [0]) for _ in range(3)]
+    real = session._graph.session.run_with_iobinding
+
+    def fail_once(binding: Any, options: Any) -> None:
+        session._graph.session.run_with_iobinding = real
+        raise EngineError("CUDA failure 900: operation not permitted when stream is capturing ; GPU=0")
+
+    session._graph.session.run_with_iobinding = fail_once
+    found += [decode(session, [5], [0]) for _ in range(3)]
+    assert all(np.array_equal(each, found[0]) for each in found)
+    assert session._runtime.runs == [-1, 1, 1, -1, 2, 2]
+
+
+def test_a_context_that_is_lost_while_recording_is_lost(fp16_bundle, opened):
+    session = opened(fp16_bundle)
+    decode(session, [5], [0])
+    session._runtime.during_recording = fail_with("CUDA failure 700: an illegal memory access was encountered")
+    with pytest.raises(GpuError) as caught:
+        decode(session, [5], [0])
+    assert caught.value.lost
+    assert session._runtime.runs == [-1, 1]
+
+
+def test_a_step_is_recorded_once_no_other_thread_calls_the_gpu(fp16_bundle, opened):
+    session = opened(fp16_bundle)
+    called, leave = threading.Event(), threading.Event()
+
+    def call_for_long() -> None:
+        with RECORDING.shared():
+            called.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=call_for_long, daemon=True)
+    thread.start()
+    assert called.wait(10)
+    for _ in range(3):
+        decode(session, [5], [0])
+    leave.set()
+    thread.join(10)
+    for _ in range(2):
+        decode(session, [5], [0])
+    assert session._runtime.runs == [-1, -1, -1, 1, 1]
+
+
+def test_two_sessions_in_two_threads_record_and_disturb_each_other_never(fp16_bundle, opened, caplog):
+    sessions, found = [opened(fp16_bundle) for _ in range(2)], dict[int, list[np.ndarray]]()
+    for session in sessions:
+        session._runtime.during_recording = lambda capture: time.sleep(0.01)
+
+    def step(number: int) -> None:
+        session = sessions[number]
+        found[number] = [decode(session, [5], [i]) for i in range(30)]
+        session.cache.reserve(ROWS, 300)  # recorded anew, elsewhere
+        found[number] += [decode(session, [5], [i]) for i in range(30)]
+
+    threads = [threading.Thread(target=step, args=(number,), daemon=True) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert np.array_equal(found[0], found[1])
+    assert "CUDA graph" not in caplog.text
+    assert all(session._runtime.replays for session in sessions)
+
+
 @pytest.mark.parametrize(("precision", "wanted"), [("fp16", ("1", "1")), ("fp32", ("0", "0"))])
 def test_float32_is_not_recorded_and_not_rounded_to_tf32(built, opened, precision, wanted):
     options = opened(built(precision))._runtime.options
@@ -189,6 +316,12 @@ def test_float32_is_not_recorded_and_not_rounded_to_tf32(built, opened, precisio
 def test_attention_is_never_cudnns_and_the_gpu_is_the_one_asked_for(fp16_bundle, opened):
     options = opened(fp16_bundle, FakeDriver(replace(SERVER, index=1)))._runtime.options
     assert (options["sdpa_kernel"], options["device_id"]) == ("19", "1")
+
+
+def test_the_fast_kernels_for_integer_weights_are_asked_for(built, opened):
+    settings = opened(built("int4"))._runtime.settings
+    assert settings.get_session_config_entry("ep.cuda.fpa_intb_gemm") == "1"
+    assert settings.get_session_config_entry("session.use_device_allocator_for_initializers") == "1"
 
 
 def test_a_gpus_number_is_refused_for_a_bundle_that_runs_on_the_cpu(tiny_bundle):
@@ -215,7 +348,8 @@ def test_whatever_memory_is_missing_while_loading_nothing_is_left_behind(fp16_bu
 
 def test_the_package_for_cpus_is_named_with_what_to_install():
     """That is what these tests run with."""
-    with pytest.raises(MissingExtraError, match=r"is the package for CPUs, .*pip install 'onnxruntime-gpu>="):
+    advice = "is the package for CPUs, .*pip install 'onnxruntime-gpu>=.*a Jetson has no wheel: build for"
+    with pytest.raises(MissingExtraError, match=advice):
         check_provider(import_module("onnxruntime"), "1.28")
 
 

@@ -18,7 +18,7 @@ from llmc.runtime.sessions.tensorrt.library import library_version, load_library
 # The library's class behind each class of the double, and what is the double's own.
 CLASSES = {"Runtime": (Runtime, set()), "ICudaEngine": (Engine, set()), "IExecutionContext": (Context, {"memory"})}
 ATTRIBUTES = {
-    "Runtime": {"engine_host_code_allowed"},
+    "Runtime": set(),
     "ICudaEngine": {"num_optimization_profiles", "device_memory_size_v2"},
     "IExecutionContext": set(),
 }

@@ -48,7 +48,7 @@ def test_a_library_too_old_is_refused(version: str, installed: Callable[..., Non
     old = ModuleType("tensorrt")
     old.__version__ = version
     installed(old)
-    said = rf"tensorrt {version} is installed, llmc needs 10\.15 or later: .*JetPack 7.*; or build for the target cuda"
+    said = rf"tensorrt {version} is installed, llmc needs 10\.15 or later: .*JetPack 7.*; or build for the target cpu"
     with pytest.raises(GpuError, match=said):
         load_library("tensorrt")
 
