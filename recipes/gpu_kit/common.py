@@ -66,11 +66,11 @@ def middle(times: Sequence[float]) -> float:
     return round(median(times), 4)
 
 
-def use_doubles() -> Any:
-    """Put the tests' doubles in the place of driver and provider; the driver that they share. Kernels are the CPU's."""
+def use_doubles() -> None:
+    """Put the tests' doubles in the place of the driver and ONNX Runtime's provider; kernels are the CPU's."""
     import llmc
 
-    sys.path.insert(0, str(Path(llmc.__file__).parent / "tests"))
+    sys.path.append(str(Path(llmc.__file__).parent / "tests"))
     from doubles.cuda import SERVER, FakeDriver
     from doubles.onnxruntime_cuda import FakeOnnxRuntime
 

@@ -59,6 +59,7 @@ def copies() -> None:
         return work
 
     report(device_copy_gb_s=20 * 2 * COPIED / middle(timed(copy(two, one, COPIED, 20), 5)) / 1e6)  # read and written
+    report(bench_copy_gb_s="needs a GPU" if FAKE else driver.copy_bandwidth() / 1e9)  # as llmc bench times it
     report(to_device_gb_s=COPIED / middle(timed(copy(one, host, COPIED), 5)) / 1e6)
     report(to_host_gb_s=COPIED / middle(timed(copy(host, one, COPIED), 5)) / 1e6)
     report(logits_to_host_us=1e3 * middle(timed(copy(host, one, LOGITS), 100)))

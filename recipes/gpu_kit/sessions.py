@@ -24,30 +24,18 @@ LENGTHS = (8, 24, 3) if FAKE else (100, 2040, 20)  # of prompts for first tokens
 CHUNKS = (4, 16) if FAKE else (256, 2048)
 CALLS = 6 if FAKE else 200  # of each of two threads
 CUDNN = 8  # its bit among ONNX Runtime's kernels for attention
-FPA = "ep.cuda.fpa_intb_gemm"
-OPENED: list[Any] = []  # ONNX Runtime's sessions
 
 
 @contextmanager
-def open_model(name: str, recordings: int | None = None, **entries: str) -> Iterator[Any]:
-    """Load a bundle with entries of ONNX Runtime's session options; ``recordings`` is the most CUDA graphs to make."""
-    import onnxruntime
-
+def open_model(name: str, recordings: int | None = None, fast: str = "1") -> Iterator[Any]:
+    """Load a bundle; ``recordings`` is the most CUDA graphs to make, ``fast`` turns on kernels for integers."""
     if FAKE:
         use_doubles()
     from llmc.runtime import load
-    from llmc.runtime.sessions.onnxruntime import cuda
-
-    open_session = onnxruntime.InferenceSession
-
-    def open_with_entries(path: str, settings: Any, *arguments: Any, **options: Any) -> Any:
-        for key, value in entries.items():
-            settings.add_session_config_entry(key, value)
-        OPENED.append(open_session(path, settings, *arguments, **options))
-        return OPENED[-1]
+    from llmc.runtime.sessions.onnxruntime import cuda, cuda_provider
 
     most = cuda.MOST_RECORDINGS if recordings is None else recordings
-    with mock.patch.object(onnxruntime, "InferenceSession", open_with_entries):
+    with mock.patch.dict(cuda_provider.SESSION_ENTRIES, {cuda_provider.FAST_KERNELS: fast}):
         with mock.patch.object(cuda, "MOST_RECORDINGS", most):
             emulate = TARGET == "cpu" and not FAKE
             with load(find(name), self_test=False, emulate=emulate, prefix_cache_bytes=0) as model:
@@ -90,17 +78,19 @@ def library(name: str) -> None:
     with open_model(name) as model:
         report(engine=model.engine_version, processor=model.processor)
         model.runner.prefill(draw(model, 16))
-        placed = Counter()
-        for part in OPENED[-1].get_provider_graph_assignment_info() if TARGET == "cuda" else ():
-            placed.update(
-                f"{part.ep_name.removesuffix('ExecutionProvider')} {node.op_type}" for node in part.get_nodes()
+        if FAKE or TARGET == "cuda":
+            session = model.runner.session._graph.session
+            placed = Counter(
+                f"{part.ep_name.removesuffix('ExecutionProvider')} {node.op_type}"
+                for part in session.get_provider_graph_assignment_info()
+                for node in part.get_nodes()
             )
-        report(placed=dict(placed), used=OPENED[-1].get_providers(), warnings=warnings)
+            report(used=session.get_providers(), placed=placed)
+            expect("CUDAExecutionProvider" in session.get_providers(), "not on the GPU")
         maps = {
             Path(line.split()[-1]).name for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line
         }
         report(maps=sorted(each for each in maps if each.startswith(("libcu", "libonnx", "libnv"))))
-        expect(TARGET == "cpu" or "CUDAExecutionProvider" in OPENED[-1].get_providers(), "not on the GPU")
     expect(not warnings, "; ".join(warnings))
 
 
@@ -166,7 +156,7 @@ def speed(name: str, fast: str, *variables: str) -> None:
     from llmc.runtime.sessions.onnxruntime import cuda
 
     free, begin = free_memory(), time.perf_counter()
-    with open_model(name, 0, **{FPA: fast}) as model:
+    with open_model(name, 0, fast) as model:
         load_s = time.perf_counter() - begin
         runner, weights = model.runner, model.manifest.step_weight_bytes
         ids, more = draw(model, max(POSITIONS) + STEPS), {}
@@ -220,7 +210,7 @@ def first_token(name: str, kernels: str = "") -> None:
         cuda_provider.ATTENTION_KERNELS |= CUDNN  # type: ignore[misc]
     low, high, count = LENGTHS
     lengths = np.random.default_rng(1).permutation(np.arange(low, high))[: count * len(CHUNKS)].reshape(len(CHUNKS), -1)
-    with open_model(name, **{FPA: "1"}) as model:
+    with open_model(name) as model:
         ids = draw(model, high)
         model.runner.reserve(high)
         for chunk in CHUNKS:
@@ -240,7 +230,7 @@ def kernels(name: str) -> None:
 
     kinds = [ProfilerActivity.CPU] if FAKE else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     count = 2 if FAKE else 20
-    with open_model(name, 0, **{FPA: "1"}) as model:
+    with open_model(name, 0) as model:
         ids = draw(model, POSITIONS[1] + count + 2)
         model.runner.prefill(ids[: POSITIONS[1]])
         with profile(activities=kinds) as seen:
@@ -284,7 +274,7 @@ def loads(name: str) -> None:
     """Two loads of one bundle compute the same bits."""
     known, found = np.load(WORK / "tiny" / f"{name}.npz"), []
     for fast in "0011":
-        with open_model(name, **{FPA: fast}) as model:
+        with open_model(name, fast=fast) as model:
             found.append(replay(model.runner, known["ids"].tolist(), len(known["logits"])))
     compare(two_loads=distance(found[1], found[0]), two_loads_fpa=distance(found[3], found[2]))
     report(equal_bits=np.array_equal(*found[:2]), equal_bits_fpa=np.array_equal(*found[2:]))
