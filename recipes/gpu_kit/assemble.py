@@ -29,7 +29,8 @@ def assemble(call: str) -> None:
         shutil.copyfile(file, kept / (f"{SUMS}.{call}" if file.name == SUMS else file.name))
     begin, unpacked = time.monotonic(), []
     for name in sorted({file.name.rpartition(".")[0] for file in kept.glob("*.tar.xz.*")}):
-        pieces = sorted(kept.glob(f"{name}.*"))
+        pieces = sorted(kept.glob(f"{name}.[0-9]*"))
+        expect(".000of" in pieces[0].name, f"{name} lacks its first pieces: carry the parts before, too")
         if not (kept / f"{name}.done").exists() and len(pieces) == int(pieces[0].name.rpartition("of")[2]):
             unpack(pieces)
             (kept / f"{name}.done").touch()

@@ -219,6 +219,15 @@ def test_a_damaged_or_missing_piece_is_named(script, archives, tmp_path):
     assert script("assemble").check_sums(tmp_path / "B") == [piece.name for piece in pieces]
 
 
+def test_a_machine_that_did_not_get_the_parts_before_is_told_so(script, archives, tmp_path, monkeypatch):
+    script("make_parts").cut(archives, tmp_path, 7000)
+    assemble, common = script("assemble"), script("common")
+    monkeypatch.setattr(assemble, "PARTS", tmp_path)
+    monkeypatch.setattr(assemble, "WORK", tmp_path / "work")
+    assemble.assemble("B")
+    assert common.problems == ["ort.tar.xz lacks its first pieces: carry the parts before, too"]
+
+
 def test_what_a_call_cannot_carry_is_refused(script, archives, tmp_path):
     with pytest.raises(SystemExit, match=r"ort.tar.xz is [\d,]+ bytes too large to be carried by call B"):
         script("make_parts").cut(archives, tmp_path, 4000)
