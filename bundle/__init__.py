@@ -38,6 +38,7 @@ from llmc.bundle.manifest import LM_HEAD as LM_HEAD
 from llmc.bundle.manifest import LOGIT_ROWS as LOGIT_ROWS
 from llmc.bundle.manifest import MADE_FILE as MADE_FILE
 from llmc.bundle.manifest import MOST_ADAPTERS as MOST_ADAPTERS
+from llmc.bundle.manifest import MOST_CANDIDATES as MOST_CANDIDATES
 from llmc.bundle.manifest import MOST_RANK as MOST_RANK
 from llmc.bundle.manifest import MOST_REPLAYED as MOST_REPLAYED
 from llmc.bundle.manifest import MOST_STAGES as MOST_STAGES
@@ -46,8 +47,11 @@ from llmc.bundle.manifest import PROMPTS_FILE as PROMPTS_FILE
 from llmc.bundle.manifest import REPLAY as REPLAY
 from llmc.bundle.manifest import SCHEMA_VERSION as SCHEMA_VERSION
 from llmc.bundle.manifest import STAGE_FOLDER as STAGE_FOLDER
+from llmc.bundle.manifest import SUM_EXP as SUM_EXP
 from llmc.bundle.manifest import TOKENIZER_FILE as TOKENIZER_FILE
 from llmc.bundle.manifest import TOKENIZER_FILES as TOKENIZER_FILES
+from llmc.bundle.manifest import TOP_IDS as TOP_IDS
+from llmc.bundle.manifest import TOP_LOGITS as TOP_LOGITS
 from llmc.bundle.manifest import TWO_OF_FOUR as TWO_OF_FOUR
 from llmc.bundle.manifest import VISION_FILE as VISION_FILE
 from llmc.bundle.manifest import WEIGHTS_FILE as WEIGHTS_FILE

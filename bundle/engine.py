@@ -35,7 +35,7 @@ class DeviceMemory:
         weights: of the engine or the graphs.
         workspace: activations of the largest call, and recorded steps of TensorRT.
         cache_per_token: keys and values, per row and position.
-        logits: of one row.
+        logits: of one row, with what ranks them.
     """
 
     context: Bytes

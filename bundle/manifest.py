@@ -32,6 +32,10 @@ TOKENIZER_FILES = (
 HIDDEN = "hidden"  # the output of a graph that gives hidden states to a draft head
 LM_HEAD = "head"  # the graph of a large head, which those of both phases share: logits of their output ``logit_rows``
 LOGIT_ROWS = "logit_rows"
+# Outputs of a GPU's graph beside its logits: those of at most so many most probable tokens, these tokens' ids, and the
+# sum of exp(logit - largest) over the vocabulary.
+TOP_LOGITS, TOP_IDS, SUM_EXP = "top_logits", "top_ids", "sum_exp"
+MOST_CANDIDATES = 256
 REPLAY = "replay"  # the graph that computes states from what calls of up to so many tokens gave beside their logits
 MOST_REPLAYED = 32
 ADAPTERS_FOLDER = "adapters"  # that llmc adapter add writes into, after the bundle was built

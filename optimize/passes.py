@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from llmc.bundle import GRAPH_CONTRACT_VERSION, Geometry
 from llmc.errors import BuildError
-from llmc.optimize.lower import packing, raising, rotary, types
+from llmc.optimize.lower import candidates, packing, raising, rotary, types
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime import (
     adapters,
@@ -68,6 +68,8 @@ LOWER_EMBEDDING = (
 LOWER_EXPERTS = Step("lower experts", experts.lower_experts, lambda g: len(g.mixtures))
 # Last: what passes made has the type that they gave it, and what the export left has float32.
 TYPE_VALUES = Step("type values", types.type_values)
+# After the logits are float32.
+RANK_LOGITS = Step("rank logits", candidates.rank_logits, lambda _: 1)
 REMOVE_DEAD = Step("remove dead nodes", lambda graph, _: remove_dead(graph))
 
 
@@ -84,6 +86,7 @@ def _tensorrt(pack: Pass) -> tuple[Step, ...]:
         Step("lower embedding", tensorrt_embedding.lower_embedding, lambda _: 1),
         Step("lower positions", tensorrt_embedding.lower_positions, lambda g: int(g.learned_positions)),
         TYPE_VALUES,
+        RANK_LOGITS,
         REMOVE_DEAD,
     )
 
@@ -163,6 +166,7 @@ PASSES: dict[str, tuple[Step, ...]] = {
         Step("lower linears", linears.lower_cuda_linears, lambda g: len(g.linears)),
         *LOWER_EMBEDDING,
         TYPE_VALUES,
+        RANK_LOGITS,
         REMOVE_DEAD,
     ),
 }

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from llmc.bundle import CACHE_BYTES, DeviceMemory, EngineConfig, Geometry, Limits, MemoryPlan, Recipe
+from llmc.bundle import CACHE_BYTES, MOST_CANDIDATES, DeviceMemory, EngineConfig, Geometry, Limits, MemoryPlan, Recipe
 from llmc.inventory import HEAD
 from llmc.optimize.lower.context import Computed, choose_embedding_config, quant_configs
 from llmc.optimize.plan.memory import HOST, INTERPRETER, LOGITS_COPIES, MB, activation_bytes, linear_bytes
@@ -21,6 +21,9 @@ TIMED_ROWS = 2048
 # A recorded step of TensorRT holds so much for each layer: for Llama 3.2 1B, of 16 layers, vLLM took 0.21 GiB for 35 of
 # them (its pull request 11349).
 RECORDED_LAYER = 400_000
+# Logits and their exponentials, which are made in place of distances.
+ROW_COPIES = 2
+CANDIDATE = 4 + 8  # a logit and an id
 
 
 def host_plan(geometry: Geometry, tokenizer_bytes: int) -> MemoryPlan:
@@ -52,7 +55,7 @@ def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe) -> DeviceMem
         weights=sum(linear_bytes(linear, config, compute=size) for linear, config in held),
         workspace=max(activation_bytes(geometry, chunk, size) + scores + expanded + recorded, timed),
         cache_per_token=geometry.cache_bytes(1, bytes_per_value=size),
-        logits=4 * geometry.vocab_size,
+        logits=ROW_COPIES * 4 * geometry.vocab_size + CANDIDATE * MOST_CANDIDATES,
     )
 
 

@@ -12,7 +12,7 @@ from llmc.errors import BuildError, GpuError, LlmcError, ResourceError
 from llmc.runtime.sessions.tensorrt.library import Message
 
 # Said of healthy graphs: indices are int64 on purpose, and kernels that do not fit are passed over all the time.
-HARMLESS = re.compile(r"Make sure input \S+ has Int64 binding|\btactics?\b", re.IGNORECASE)
+HARMLESS = re.compile(r"Make sure (in|out)put \S+ has Int64 binding|\btactics?\b", re.IGNORECASE)
 # The parser leaves out what it does not know, and says so in passing: results would be wrong, not the build. Flags and
 # platforms may be unsupported or ignored as well, so these words count only beside a part of a graph.
 UNUSED = re.compile(r"\bunused\b", re.IGNORECASE)

@@ -18,7 +18,7 @@ from llmc.runtime.sessions.onnxruntime.cuda_provider import check_provider, open
 from llmc.runtime.sessions.tensorrt.library import lists_gpu, load_library, make_object
 
 # The oldest ONNX Runtime that runs bundles of a target, and that runs the exported graph, which a build is judged by.
-MINIMUM = {"cpu": "1.23", "cuda": "1.29"}
+MINIMUM = {"cpu": "1.23", "cuda": "1.31.1"}
 JUDGE_MINIMUM = "1.28"
 BUILD_PACKAGES = ("onnx", "onnx_ir", "ml_dtypes")
 # ONNX: y = Identity(x), opset 13, float32 [1]. A provider shows whether it can be loaded when it gets a graph.

@@ -55,6 +55,10 @@ class Sample(Sequence):
         return self.tokens[len(self.request.prompt) :]
 
     @property
+    def ranks(self) -> bool:
+        return self.sampler.ranks
+
+    @property
     def slid(self) -> bool:
         """True once its row holds less than all of its tokens."""
         return self.context is not self.tokens

@@ -49,6 +49,11 @@ class Slot:
     together: ClassVar[bool] = False
 
     @property
+    def ranks(self) -> bool:
+        """True if the most probable tokens may be all that its next token is chosen from."""
+        return False
+
+    @property
     def adapter(self) -> Any:
         """The adapter that its tokens are computed with, None for none."""
         return None

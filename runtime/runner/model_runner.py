@@ -127,9 +127,11 @@ class ModelRunner:
         self.session.cache.grow(rows, max(1, positions + self._strict), self.max_context)
 
     def prefill(self, sequence: Slot, every: bool = False) -> Floats:
-        """Feed the next chunk of a sequence; logits [O, V] of ``every`` new position, or of the context's last one."""
+        """Feed the next chunk of a sequence; logits [O, V] of ``every`` new position, or of the context's last one, of
+        which the session may give candidates [O]."""
         size = min(self._chunk, CHUNK_WITH_ALL_LOGITS) if every else self._chunk
-        return next(prefill(self._run, sequence, size, every=every))
+        slots = [] if every else [sequence]
+        return next(prefill(lambda call: self._run(call, slots), sequence, size, every=every))
 
     def share(self, waiting: Sequence[_S]) -> list[_S]:
         """The first of those who wait for their first chunk, in rows side by side, and those who share its call."""
@@ -169,8 +171,8 @@ class ModelRunner:
             yield from (group[start : start + most] for start in range(0, len(group), most))
 
     def execute(self, call: Sequence[Slot]) -> Floats:
-        """Feed last tokens and drafts, or windows, of one of :meth:`divide`; logits [B, 1 + drafts, V], or of a
-        window's outputs first and then any, which the next call may overwrite."""
+        """Feed last tokens and drafts, or windows, of one of :meth:`divide`; logits [B, 1 + drafts, V] or candidates
+        [B, 1 + drafts], or logits of a window's outputs first and then any, which the next call may overwrite."""
         if (begun := self._begun) is not None:
             self._begun = None
             return self._run(begun)
@@ -180,7 +182,7 @@ class ModelRunner:
             return self._verify(call[0], call[0].drafts)[None]
         if self._policy.row_by_row:
             return self._one_by_one(call)
-        return self._run(_complete(self._step(call, self.phase(len(call))), call))
+        return self._run(_complete(self._step(call, self.phase(len(call))), call), call)
 
     def _begin(self, group: Sequence[Slot], rows: int) -> Batch:
         self._last = _zeros(0, Phase.DECODE, 0)  # another's are under way
@@ -239,13 +241,16 @@ class ModelRunner:
         new = np.array([len(tokens)], np.int64) if self._has_states else None
         provisional = bool(drafts) and self._has_states
         found = Batch(self.phase(len(padded)), ids, past, indices, sequence.row, new, provisional=provisional)
-        logits: Floats = self._run(_complete(self._name_texts(found, [sequence]), [sequence]))[0]
+        slots = [sequence]
+        logits: Floats = self._run(_complete(self._name_texts(found, slots), slots), slots if drafts else [])[0]
         return logits[: len(tokens)]
 
-    def _run(self, call: Batch) -> Floats:
+    def _run(self, call: Batch, slots: Sequence[Slot] = ()) -> Floats:
+        """Make a call; of ``slots`` some may do with candidates."""
         rows, tokens = call.input_ids.shape
+        run = self.session.rank if any(slot.ranks for slot in slots) else self.session.run
         start = time.perf_counter()
-        logits: Floats = self.session.run(call)
+        logits: Floats = run(call)
         seconds = time.perf_counter() - start
         shape = rows, tokens
         if call.new_lengths is not None and 1 not in shape:  # padding costs next to nothing: as if in one row

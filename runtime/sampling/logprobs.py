@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from llmc.runtime.sampling.logits import Logits, most_probable, weigh
+from llmc.runtime.sampling.ranked import Ranked
+from llmc.runtime.sampling.truncation import UndecidedError
 
 Top = tuple[tuple[int, float], ...]
 
@@ -37,6 +39,17 @@ def token_logprobs(logits: Logits, token: int, top: int) -> TokenLogprobs:
     return TokenLogprobs(
         token, float(logits[token]) - total, tuple((each, float(logits[each]) - total) for each in most)
     )
+
+
+def candidate_logprobs(ranked: Ranked, token: int, top: int) -> TokenLogprobs:
+    """:func:`token_logprobs` without the whole row. Raises UndecidedError: the ``top`` tokens are not all known."""
+    found, total = ranked.candidates(), ranked.log_total()
+    most = found.take(most_probable(found.logits, top)) if top else None
+    if most is not None and most.rest is not None:
+        raise UndecidedError
+    listed = [] if most is None else zip(most.tokens.tolist(), most.logits.tolist(), strict=True)
+    logprob = float(found.logits[found.tokens.searchsorted(token)]) - total
+    return TokenLogprobs(token, logprob, tuple((each, logit - total) for each, logit in listed))
 
 
 def prompt_logprobs(logits: npt.NDArray[np.float32], tokens: Sequence[int], top: int) -> list[TokenLogprobs]:

@@ -231,7 +231,12 @@ def _temperature(context: SamplingContext) -> Cut | None:
     temperature = context.params.temperature
     if temperature == 1:
         return None
-    return lambda found, position: found._replace(logits=truncation.scale(found.logits, temperature))
+    return lambda found, position: found.scale(temperature)
+
+
+def _top_p(context: SamplingContext) -> Cut | None:
+    p = context.params.top_p
+    return (lambda found, position: found.keep_nucleus(p)) if p != 1 else None
 
 
 def _cut(
@@ -252,7 +257,7 @@ def _xtc(context: SamplingContext) -> Cut | None:
     def exclude(found: Candidates, position: int) -> Candidates:
         if uniform(context.seed, position, _XTC_DRAW) >= probability:
             return found
-        return found.keep(truncation.xtc(*found, threshold, context.eos_token_ids))
+        return found.keep(truncation.xtc(found.tokens, found.logits, threshold, context.eos_token_ids))
 
     return exclude if probability else None
 
@@ -279,13 +284,16 @@ PROCESSORS: dict[str, Callable[[SamplingContext], Processor | None]] = {
 CUTS: dict[str, Callable[[SamplingContext], Cut | None]] = {
     "top_k": _top_k,
     "temperature": _temperature,
-    "top_p": _cut("top_p", truncation.top_p, neutral=1),
+    "top_p": _top_p,
     "min_p": _cut("min_p", truncation.min_p, neutral=0),
     "typical_p": _cut("typical_p", truncation.typical_p, neutral=1),
     "top_n_sigma": _cut("top_n_sigma", truncation.top_n_sigma, neutral=0),
     "xtc": _xtc,
     "mirostat": _mirostat,
 }
+# Cuts that may leave none but the most probable tokens, for which nobody need know the logits of the others.
+CLOSING = frozenset({"top_k", "top_p", "min_p"})
+OPEN = CLOSING | {"temperature"}  # and all that take candidates beside which there may be others
 
 
 def _is_usable(logits: Logits) -> bool:

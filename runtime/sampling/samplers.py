@@ -3,6 +3,7 @@
 import math
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,10 +13,21 @@ import numpy as np
 from llmc.errors import RequestError
 from llmc.runtime.sampling.draws import pick, uniform
 from llmc.runtime.sampling.logits import Logits, check_peak, weigh
-from llmc.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
+from llmc.runtime.sampling.logprobs import TokenLogprobs, candidate_logprobs, token_logprobs
 from llmc.runtime.sampling.mirostat import Mirostat
-from llmc.runtime.sampling.processors import CUTS, PROCESSORS, Cut, Guide, Processor, SamplingContext, build
-from llmc.runtime.sampling.truncation import Candidates, Tokens
+from llmc.runtime.sampling.processors import (
+    CLOSING,
+    CUTS,
+    OPEN,
+    PROCESSORS,
+    Cut,
+    Guide,
+    Processor,
+    SamplingContext,
+    build,
+)
+from llmc.runtime.sampling.ranked import Ranked
+from llmc.runtime.sampling.truncation import Candidates, Tokens, UndecidedError
 
 
 class Choice(NamedTuple):
@@ -58,8 +70,10 @@ class Sampler:
         self._mirostat = next((cut for cut in cuts.values() if isinstance(cut, Mirostat)), None)
         self._guide, self._top = guide, top
         self.seed = seed
+        self.ranks = not processors and (seed is None or not CLOSING.isdisjoint(cuts))
+        """Whether the most probable tokens alone may decide; processors and other cuts need all logits."""
 
-    def __call__(self, logits: Logits, tokens: Sequence[int]) -> Choice:
+    def __call__(self, logits: Logits | Ranked, tokens: Sequence[int]) -> Choice:
         """The token that follows ``tokens`` (prompt and output), from ``logits`` (float32 [V], left as they are).
 
         Call it once for each token, in order, with the tokens chosen before.
@@ -70,20 +84,37 @@ class Sampler:
             GrammarError: the guide allows no token.
             ProcessorError: a processor of the request raised, or returned something that is no logits.
         """
+        if isinstance(logits, Ranked):
+            with suppress(UndecidedError):
+                return self._choose_ranked(logits, len(tokens))
+            logits = logits.whole()
         processed = self._process(logits, tokens)
         if self.seed is None:
             token = int(processed.argmax())
         else:
-            found = Candidates(_every_token(logits.size), processed)
-            for cut in self._cuts.values():
-                found = cut(found, len(tokens))
-            place = pick(weigh(found.logits), uniform(self.seed, len(tokens), 0))
-            token = int(found.tokens[place])
-            if self._mirostat is not None:
-                self._mirostat.observe(place)
+            token = self._draw(Candidates(_every_token(logits.size), processed), len(tokens), self.seed)
         if self._guide is not None:
             self._guide.accept(token)
         return Choice(token, None if self._top is None else token_logprobs(logits, token, self._top))
+
+    def _choose_ranked(self, ranked: Ranked, position: int) -> Choice:
+        """The choice that the whole row would give. Raises UndecidedError: only the row tells."""
+        if not self.ranks:
+            raise UndecidedError
+        token = ranked.best() if self.seed is None else self._draw(ranked.candidates(), position, self.seed)
+        return Choice(token, None if self._top is None else candidate_logprobs(ranked, token, self._top))
+
+    def _draw(self, found: Candidates, position: int, seed: int) -> int:
+        for name, cut in self._cuts.items():
+            if found.rest is not None and name not in OPEN:
+                raise UndecidedError
+            found = cut(found, position)
+        if found.rest is not None:
+            raise UndecidedError
+        place = pick(weigh(found.logits), uniform(seed, position, 0))
+        if self._mirostat is not None:
+            self._mirostat.observe(place)
+        return int(found.tokens[place])
 
     def _process(self, logits: Logits, tokens: Sequence[int]) -> Logits:
         current = logits.copy() if self._processors else logits

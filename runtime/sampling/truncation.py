@@ -25,17 +25,67 @@ _FARTHEST = np.float32(1e4)  # nats; a token this far below another has no weigh
 _LARGEST, _COLDEST, _HOTTEST = 1e37, 1e-30, 1e30
 
 
+# Share of the sum of all weights by which that of a GPU, in float32, may be off; sums of 152,000 are off by 1e-6.
+ACCURACY = 1e-5
+
+
+class UndecidedError(Exception):
+    """The most probable tokens do not decide what the whole row of logits would."""
+
+
+class Rest(NamedTuple):
+    """Tokens that are not among the candidates: ``size`` of them, no logit above ``floor``, the least candidate's, and
+    weights, as multiples of the largest one, that sum to a number from ``least`` to ``most``."""
+
+    floor: np.float32
+    size: int
+    least: float
+    most: float
+
+    def scale(self, logits: Logits, scaled: Logits, temperature: float) -> "Rest":
+        """The rest at a temperature, which makes the candidates' ``logits`` into ``scaled``.
+
+        Weights w become w**e. Below 1 the temperature takes most from the least of them, and above 1 a sum is largest
+        where all weights are equal.
+        """
+        exponent = 1 / min(max(temperature, _COLDEST), _HOTTEST)
+        if exponent >= 1:
+            distance = float(logits.max()) - float(self.floor)
+            return Rest(scaled.min(), self.size, 0.0, self.most * math.exp((1 - exponent) * distance))
+        return Rest(scaled.min(), self.size, self.least, self.size * (self.most / self.size) ** exponent)
+
+
 class Candidates(NamedTuple):
-    """Tokens that may be drawn, by id [n], and their logits [n]."""
+    """Tokens that may be drawn, by id [n], and their logits [n]; ``rest`` where others, less probable, may be, too."""
 
     tokens: Tokens
     logits: Logits
+    rest: Rest | None = None
 
     def take(self, places: Tokens) -> "Candidates":
-        return Candidates(self.tokens[places], self.logits[places])
+        """Those at ``places``, chosen by their logits alone: without the least of them the rest is out, too."""
+        logits, rest = self.logits[places], self.rest
+        return Candidates(self.tokens[places], logits, None if rest is None or logits.min() > rest.floor else rest)
 
     def keep(self, mask: Mask) -> "Candidates":
         return self.take(np.flatnonzero(mask))
+
+    def scale(self, temperature: float) -> "Candidates":
+        """Divide by a temperature."""
+        scaled, rest = scale(self.logits, temperature), self.rest
+        return Candidates(self.tokens, scaled, rest and rest.scale(self.logits, scaled, temperature))
+
+    def keep_nucleus(self, p: float) -> "Candidates":
+        """Those that :func:`top_p` keeps. Raises UndecidedError: that depends on what the rest weighs."""
+        if self.rest is None:
+            return self.keep(top_p(self.logits, p))
+        slack = ACCURACY * (float(weigh(self.logits).sum(dtype=np.float64)) + self.rest.most)
+        kept, other = (
+            top_p(self.logits, p, beyond) for beyond in (max(0.0, self.rest.least - slack), self.rest.most + slack)
+        )
+        if not np.array_equal(kept, other):
+            raise UndecidedError
+        return self.keep(kept)
 
 
 def scale(logits: Logits, temperature: float) -> Logits:
@@ -49,14 +99,15 @@ def scale(logits: Logits, temperature: float) -> Logits:
     return scaled
 
 
-def top_p(logits: Logits, p: float) -> Mask:
+def top_p(logits: Logits, p: float, beyond: float = 0.0) -> Mask:
     """Keep a token if those strictly more probable hold less than the mass ``p``, above 0 and below 1.
 
+    ``beyond`` is the weight of tokens that are not among ``logits`` and no more probable than the least of them.
     Holtzman et al., The Curious Case of Neural Text Degeneration, https://arxiv.org/abs/1904.09751
     """
     weights = weigh(logits)
     mass = float(weights.sum(dtype=np.float64))
-    missing = (1 - p) * mass
+    missing = (1 - p) * (mass + beyond) - beyond
     # Weights up to the pivot cannot exceed what is missing; it rules nearly all of them out, as a rule.
     kept: Mask = weights >= _find_edge(weights, weights, mass, missing, pivot=missing / weights.size)
     return kept

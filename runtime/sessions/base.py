@@ -99,6 +99,11 @@ class Session(ABC):
         """Logits float32 [B, O, vocab], of a stage before the last hidden states; the next call may reuse the array, so
         copy what must outlive it."""
 
+    def rank(self, batch: Batch) -> NDArray[Any]:
+        """:meth:`run` where the most probable tokens may suffice: its logits, or [B, O] of
+        :class:`llmc.runtime.sampling.ranked.Ranked`, which the next call makes worthless."""
+        return self.run(batch)
+
     def begin(self, batch: Batch) -> Batch:
         """Start a call in the stages before the last, with one token of each row; the call to :meth:`run` later."""
         return batch

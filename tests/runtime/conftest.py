@@ -204,6 +204,9 @@ class Remembering:
             logits += self.leak * np.roll(logits, 1, axis=0)
         return logits
 
+    def rank(self, batch: Batch) -> np.ndarray:
+        return self.run(batch)
+
     def logits(self, tokens: list[int]) -> np.ndarray:
         return np.full(VOCAB, np.nan, np.float32) if self.spoil(tokens) else logits_of(tokens)
 

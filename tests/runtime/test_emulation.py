@@ -14,6 +14,7 @@ import pytest
 from llmc.bundle import DECODER_FILE, read_bundle, read_export
 from llmc.errors import GpuError
 from llmc.runtime import Model, load
+from llmc.runtime.sampling.truncation import ACCURACY
 from llmc.runtime.sessions import EMULATED_BYTES, Batch, Phase, emulate_target
 from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
 
@@ -70,9 +71,7 @@ def bundle(request: pytest.FixtureRequest, bundles: Callable[[str], Path]) -> Pa
 def portable(tiny_export: Path) -> Logits:
     """Logits [S, V] after every one of IDS, by the exported graph itself."""
     g = read_export(tiny_export).geometry
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 1, 3
-    session = ort.InferenceSession(tiny_export / DECODER_FILE, options, providers=["CPUExecutionProvider"])
+    session = open_graph(tiny_export)
     shape = (1, g.attentions[0].kv_heads, len(IDS), g.attentions[0].head_dim)
     caches = [f"past_key_values.{layer}.{part}" for layer in range(g.layers) for part in ("key", "value")]
     feeds = {
@@ -115,6 +114,35 @@ def test_prefill_chunks_and_decode_give_the_exported_graphs_logits(
     session.cache.reserve(1, 64)
     found = feed(session, IDS, sizes)
     assert np.abs(found - portable[: sum(sizes)]).max() <= TOLERANCE
+
+
+def test_the_most_probable_tokens_and_the_sum_of_exponentials_are_those_of_the_logits(bundle: Path):
+    graph, rows = open_graph(bundle), 2
+    names = ["logits", "top_logits", "top_ids", "sum_exp"]
+    sizes = {"batch": rows, "sequence": 8, "outputs": 8, "capacity": 640, "attended": 256}
+    generator = np.random.default_rng(1)
+    feeds: dict[str, np.ndarray] = {}
+    for value in graph.get_inputs():
+        kind = np.float32 if value.type == "tensor(float)" else np.int64
+        feeds[value.name] = np.zeros([sizes.get(dim, dim) for dim in value.shape], kind)
+    feeds["input_ids"] = generator.integers(3, 4096, (rows, 8))
+    feeds["logit_indices"] = np.tile(np.arange(8), (rows, 1))
+    if "cache_slots" in feeds:
+        feeds["cache_slots"] = np.arange(256)
+    logits, values, ids, sums = graph.run(names, feeds)
+    assert ids.dtype == np.int64 and values.dtype == sums.dtype == logits.dtype == np.float32
+    order = np.argsort(-logits, axis=-1, kind="stable")[..., :256]  # of equal ones the lowest id, as ONNX says
+    assert np.array_equal(ids, order)
+    assert np.array_equal(values, np.take_along_axis(logits, order, -1))
+    exact = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)
+    assert np.abs(sums / exact - 1).max() <= ACCURACY
+    assert np.abs((sums - 1) / exact - 1).max() > ACCURACY  # the largest of them left out
+
+
+def open_graph(bundle: Path) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    return ort.InferenceSession(bundle / DECODER_FILE, options, providers=["CPUExecutionProvider"])
 
 
 def test_the_tolerance_notices_a_position_too_few(session: OnnxRuntimeSession, portable: Logits):

@@ -53,6 +53,8 @@ class Scripted:
         logits[0, 0, self.script[self.steps % len(self.script)]] = 1000
         return logits
 
+    rank = run
+
     def close(self) -> None:
         """There is nothing to free."""
 

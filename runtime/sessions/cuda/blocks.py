@@ -1,19 +1,23 @@
 """Inputs and outputs of a call on the device: where they lie in memory that never moves, and how they get there.
 
-All inputs go up in one copy and all outputs come down in one, from and to pinned memory. On an integrated GPU the
-device works on the pinned memory itself.
+All inputs go up in one copy and the candidates of all rows come down in one, from and to pinned memory; so do logits,
+where they are asked for. On an integrated GPU the device works on the pinned memory itself.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmc.bundle import MOST_CANDIDATES, SUM_EXP, TOP_IDS, TOP_LOGITS
 from llmc.errors import LlmcError
 from llmc.runtime.host.cuda import Driver
 from llmc.runtime.kv.device_cache import ALIGNMENT, host_array
+from llmc.runtime.sampling.logits import Logits
+from llmc.runtime.sampling.ranked import Ranked
 
 INT64: np.dtype[Any] = np.dtype(np.int64)
 FLOAT: np.dtype[Any] = np.dtype(np.float32)
@@ -53,6 +57,19 @@ def inputs_of(rows: int, sequence: int, outputs: int) -> dict[str, Part]:
     )
 
 
+def outputs_of(rows: int, outputs: int, vocab_size: int) -> dict[str, Part]:
+    """Places of the candidates, which every call hands over, and behind them of the logits, which may stay there."""
+    count = min(MOST_CANDIDATES, vocab_size)
+    return lay_out(
+        {
+            TOP_LOGITS: ((rows, outputs, count), FLOAT),
+            TOP_IDS: ((rows, outputs, count), INT64),
+            SUM_EXP: ((rows, outputs, 1), FLOAT),
+            "logits": ((rows, outputs, vocab_size), FLOAT),
+        }
+    )
+
+
 def size_of(parts: Mapping[str, Part]) -> int:
     return max(part.end for part in parts.values())
 
@@ -87,3 +104,35 @@ class Block:
         if not self._shared:
             self._driver.free(self.device)
         self._driver.free_host(self.host)
+
+
+class Outputs:
+    """The outputs of a call, at ``places`` of :func:`outputs_of` in ``block``; candidates come down with every call."""
+
+    def __init__(self, block: Block, places: Mapping[str, Part]) -> None:
+        self._block, self._place = block, places["logits"]
+        self._arrays = {name: block.array(part) for name, part in places.items()}
+        self.logits: NDArray[np.float32] = self._arrays["logits"]
+
+    def download(self, stream: int) -> None:
+        """Queue the copy of the candidates."""
+        self._block.download(0, self._place.offset, stream)
+
+    def download_logits(self, stream: int) -> None:
+        self._block.download(self._place.offset, self._place.end, stream)
+
+    def download_row(self, row: int, output: int, stream: int) -> None:
+        size = self.logits[row, output].nbytes
+        start = self._place.offset + (row * self.logits.shape[1] + output) * size
+        self._block.download(start, start + size, stream)
+
+    def rank(self, outputs: int, fetch: Callable[[int, int], Logits]) -> NDArray[Any]:
+        """Candidates [B, ``outputs``]; ``fetch`` gets the logits of a row's output."""
+        rows, _, vocab_size = self.logits.shape
+        ids, values, sums = (self._arrays[name] for name in (TOP_IDS, TOP_LOGITS, SUM_EXP))
+        ranked = np.empty((rows, outputs), object)
+        for row in range(rows):
+            for i in range(outputs):
+                whole = partial(fetch, row, i)
+                ranked[row, i] = Ranked(ids[row, i], values[row, i], float(sums[row, i, 0]), vocab_size, whole)
+        return ranked

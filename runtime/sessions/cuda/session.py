@@ -6,21 +6,26 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llmc.bundle import DeviceMemory, Manifest
 from llmc.errors import GpuError, LlmcError, ResourceError
 from llmc.runtime.host.cuda import Driver
 from llmc.runtime.host.machine import available_memory
 from llmc.runtime.kv.budget import MB, largest
 from llmc.runtime.kv.device_cache import DeviceCache
-from llmc.runtime.sessions.base import Session
-from llmc.runtime.sessions.cuda.blocks import FLOAT, Block, Part, lay_out
+from llmc.runtime.sampling.logits import Logits
+from llmc.runtime.sessions.base import Batch, Session
+from llmc.runtime.sessions.cuda.blocks import Block, Outputs, Part, outputs_of
 
 
 class DeviceSession(Session):
     """The half of a session that is the same for every engine on a GPU.
 
     An engine's session loads its model within :meth:`_free_on_error`, where it calls :meth:`_begin` before it takes
-    memory, and :meth:`_make_cache`; it runs calls within :meth:`_guard_context`, and leaves logits in ``_logits``.
+    memory, and :meth:`_make_cache`; it runs calls within :meth:`_guard_context`, and keeps what they give in
+    ``_logits``, for that may lie in memory that goes when the session closes.
     ``driver``: the GPU. It is closed with the session.
     """
 
@@ -36,6 +41,7 @@ class DeviceSession(Session):
         self.processor = str(driver.device)  # its name, its compute capability and its driver's CUDA version
         self._stream = 0  # none yet
         self._lost: str | None = None
+        self._calls = 0
         self._resources = ExitStack()
         self._close_later(driver.close)
 
@@ -75,7 +81,43 @@ class DeviceSession(Session):
         return block
 
     def _outputs_of(self, rows: int, outputs: int) -> dict[str, Part]:
-        return lay_out({"logits": ((rows, outputs, self._geometry.vocab_size), FLOAT)})
+        return outputs_of(rows, outputs, self._geometry.vocab_size)
+
+    # ------------------------------------------------------------------------------------------------- running
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        """Logits float32 [B, O, vocab] of one call; see :class:`llmc.runtime.sessions.base.Session`.
+
+        Raises:
+            UsageError: rows or positions that the cache does not have.
+            RequestError: TensorRT's profiles do not take it.
+            GpuError: the engine or the GPU failed; ``lost`` tells that every later call will.
+        """
+        self._calls += 1
+        return self._run(batch, whole=True)
+
+    def rank(self, batch: Batch) -> NDArray[Any]:
+        """As :meth:`run`, with candidates alone: the logits stay on the GPU until one of them asks for its row."""
+        self._calls += 1
+        return self._run(batch, whole=False)
+
+    @abstractmethod
+    def _run(self, batch: Batch, whole: bool) -> NDArray[Any]:
+        """One call; its logits, or candidates unless the ``whole`` is wanted."""
+
+    def _rank(self, outputs: Outputs, count: int) -> NDArray[Any]:
+        """Candidates [B, ``count``] of the call that has just been run."""
+        call = self._calls
+
+        def fetch(row: int, output: int) -> Logits:
+            assert call == self._calls, "other logits are in that place by now"
+            with self._guard_context("fetching logits"):
+                outputs.download_row(row, output, self._stream)
+                self._driver.synchronize(self._stream)
+            logits: Logits = outputs.logits[row, output]
+            return logits
+
+        return outputs.rank(count, fetch)
 
     def _close_later(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call ``function`` when the session closes, the last one first; on a lost GPU nothing can be freed."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
@@ -125,18 +124,17 @@ class CudaSession(DeviceSession):
 
     # ------------------------------------------------------------------------------------------------- running
 
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        """Logits float32 [B, O, vocab] of one call; see :class:`llmc.runtime.sessions.base.Session`."""
+    def _run(self, batch: Batch, whole: bool) -> NDArray[Any]:
         rows, sequence = batch.input_ids.shape
         ends = self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
         if rows > 1 and sequence > 1:  # attention's kernels take several tokens of one row, or one of each
             return self._run_row_by_row(batch)
         with self._guard_context("running the model"):
-            self._run(batch)
+            self._logits = self._run_call(batch, whole)
         self.cache.note_computed(batch.first_row, ends)
         return self._logits
 
-    def _run(self, batch: Batch) -> None:
+    def _run_call(self, batch: Batch, whole: bool) -> NDArray[Any]:
         if self._thread != threading.get_ident():  # whose recordings ONNX Runtime does not share with other threads
             self._thread = threading.get_ident()
             self._forget_addresses()
@@ -147,9 +145,14 @@ class CudaSession(DeviceSession):
             binding = self._bind_call(call, blocks)
             binding.fill(batch)
             binding.run(self._driver, self._stream)
+            stays = blocks is self._blocks
+            if whole or not stays:
+                binding.outputs.download_logits(self._stream)
             self._driver.synchronize(self._stream)
-            logits = binding.outputs["logits"][:, :wanted]
-            self._logits = logits if blocks is self._blocks else logits.copy()
+            if not whole and stays:
+                return self._rank(binding.outputs, wanted)
+            logits = binding.outputs.logits[:, :wanted]
+            return logits if stays else logits.copy()
 
     # ------------------------------------------------------------------------------------------------- bindings
 

@@ -26,7 +26,7 @@ from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, Res
 from llmc.runtime.host.cuda import EMULATE, RECORDING, STICKY, Driver
 from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.sessions.base import Batch
-from llmc.runtime.sessions.cuda.blocks import Block, Part, size_of
+from llmc.runtime.sessions.cuda.blocks import Block, Outputs, Part, size_of
 from llmc.runtime.sessions.onnxruntime.cpu import translate_errors as translated_for_cpus
 from llmc.runtime.sessions.onnxruntime.library import LOG_FATAL_ONLY
 
@@ -189,12 +189,9 @@ class Binding:
         recorder: Callable[[], int] | None,
     ) -> None:
         self._graph = graph
-        self._blocks = blocks
-        self._sizes = [size_of(parts) for parts in places]
-        self._inputs, self.outputs = (
-            {name: block.array(part) for name, part in parts.items()}
-            for block, parts in zip(blocks, places, strict=True)
-        )
+        self._block, self._size = blocks[0], size_of(places[0])
+        self._inputs = {name: blocks[0].array(part) for name, part in places[0].items()}
+        self.outputs = Outputs(blocks[1], places[1])
         self._recorder = recorder if graph.records else None
         self._number = NOT_RECORDED
         self._failures = 0
@@ -215,14 +212,14 @@ class Binding:
         self._inputs["logit_indices"][:] = batch.logit_indices if batch.logit_indices.size else 0
 
     def run(self, driver: Driver, stream: int) -> None:
-        """Queue the call and the copies around it; the outputs are there once the stream is synchronized."""
-        self._blocks[0].upload(self._sizes[0], stream)
+        """Queue the call and the copies around it; candidates are there once the stream is synchronized."""
+        self._block.upload(self._size, stream)
         # Its first run takes memory, which no recording can.
         if not (self._ran and self._recorder is not None and self._run_recorded(self._recorder, driver, stream)):
             with RECORDING.shared():
                 self._run(NOT_RECORDED)
             self._ran = True
-        self._blocks[1].download(0, self._sizes[1], stream)
+        self.outputs.download(stream)
 
     def _run_recorded(self, recorder: Callable[[], int], driver: Driver, stream: int) -> bool:
         """Replay the recording, or make it, where no other thread calls CUDA; False if the call is still to be run.

@@ -1,7 +1,8 @@
 """TensorRT and TensorRT-RTX on a GPU: one engine with a profile for decode and one for prefill, over a cache on the
 device.
 
-A decode step writes a few integers into pinned memory, launches one recorded graph, waits, and reads logits in place.
+A decode step writes a few integers into pinned memory, launches one recorded graph, waits, and reads the most probable
+tokens in place.
 Not run on a GPU yet: tests run this session on doubles of CUDA and TensorRT that enforce their rules.
 """
 
@@ -113,7 +114,7 @@ class TensorRTSession(DeviceSession):
         for step in map(self._step, calls):
             for values in step.inputs.values():
                 values[:] = 0
-            self._steps.run(step)
+            self._steps.run(step, whole=False)
         self._steps.clear()
         self.cache.close()
         self._save_kernels(calls)
@@ -135,28 +136,21 @@ class TensorRTSession(DeviceSession):
 
     # ------------------------------------------------------------------------------------------------- running
 
-    def run(self, batch: Batch) -> NDArray[np.float32]:
-        """Logits float32 [B, O, vocab] of one call; see :class:`llmc.runtime.sessions.base.Session`.
-
-        Raises:
-            UsageError: rows or positions that the cache does not have.
-            RequestError: the engine's profiles do not take it.
-            GpuError: the engine or the GPU failed; ``lost`` tells that every later call will.
-        """
+    def _run(self, batch: Batch, whole: bool) -> NDArray[Any]:
         with self._guard_context("running the model"):
             self.cache.begin(batch.first_row, batch.past_lengths.tolist(), batch.input_ids.shape[1])
             todo = list(pieces(batch, self._config))
             if len(todo) == 1 and batch.logit_indices.shape[1]:
-                self._logits = self._run_piece(batch, todo[0])
+                self._logits = self._run_piece(batch, todo[0], whole)
             else:
                 self._logits = np.empty((*batch.logit_indices.shape, self._geometry.vocab_size), np.float32)
                 for piece in todo:
-                    found = self._run_piece(batch, piece)
+                    found = self._run_piece(batch, piece, whole=True)
                     if piece.outputs.size:
                         self._logits[piece.rows, piece.outputs] = found
             return self._logits
 
-    def _run_piece(self, batch: Batch, piece: Piece) -> NDArray[np.float32]:
+    def _run_piece(self, batch: Batch, piece: Piece, whole: bool) -> NDArray[Any]:
         ids = batch.input_ids[piece.rows, piece.tokens]
         past = [length + piece.tokens.start for length in batch.past_lengths[piece.rows].tolist()]
         ends = [length + ids.shape[1] for length in past]
@@ -176,10 +170,10 @@ class TensorRTSession(DeviceSession):
         step.inputs["logit_indices"][:] = 0
         if piece.profile == PREFILL and piece.outputs.size:
             step.inputs["logit_indices"][:] = batch.logit_indices[piece.rows, piece.outputs] - piece.tokens.start
-        self._steps.run(step)
+        self._steps.run(step, whole)
         self._save_kernels([step.call])
         self.cache.note_computed(first_row, ends)
-        return step.logits
+        return step.outputs.logits if whole else self._rank(step.outputs, piece.outputs.size)
 
     def _step(self, call: Call) -> Step:
         step = self._steps.find(call)

@@ -1,7 +1,7 @@
 """One call of TensorRT's on the device: how it is queued, and how it is recorded and replayed.
 
-Inputs go up in one copy and outputs come down in one, from and to memory that never moves; so a whole step, copies
-included, can be recorded as a CUDA graph.
+Inputs go up in one copy and candidates come down in one, from and to memory that never moves; so a whole step, copies
+included, can be recorded as a CUDA graph. Logits are copied after it, where they are asked for.
 """
 
 import logging
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from llmc.errors import GpuError, LlmcError
 from llmc.runtime.host.cuda import Driver
-from llmc.runtime.sessions.cuda.blocks import Block, Part, Shape, size_of
+from llmc.runtime.sessions.cuda.blocks import Block, Outputs, Part, Shape, size_of
 from llmc.runtime.sessions.tensorrt.engine import Context
 
 log = logging.getLogger(__name__)
@@ -55,23 +55,19 @@ class Step:
         self.call = call
         self.has_run = False
         self.graph = 0
-        self._blocks = blocks
         (taken, given), (inputs, outputs) = blocks, places
-        self._upload, self._download = size_of(inputs), size_of(outputs)
+        self._taken, self._size = taken, size_of(inputs)
         self.shapes = {**{name: part.shape for name, part in inputs.items()}, **fixed[0]}
         self.addresses = {
             **fixed[1],
             **{name: taken.device + part.offset for name, part in inputs.items()},
-            "logits": given.device + outputs["logits"].offset,
+            **{name: given.device + part.offset for name, part in outputs.items()},
         }
         self.inputs = {name: taken.array(part) for name, part in inputs.items()}
-        self.logits = given.array(outputs["logits"])
+        self.outputs = Outputs(given, outputs)
 
     def upload(self, stream: int) -> None:
-        self._blocks[0].upload(self._upload, stream)
-
-    def download(self, stream: int) -> None:
-        self._blocks[1].download(0, self._download, stream)
+        self._taken.upload(self._size, stream)
 
 
 class Steps:
@@ -113,8 +109,9 @@ class Steps:
             self._driver.destroy_graph(graph)
         self._last = {profile: last for profile, last in self._last.items() if last is not step}
 
-    def run(self, step: Step) -> None:
-        """Run a step and wait for it. Its inputs are in its arrays, and then so are its outputs.
+    def run(self, step: Step, whole: bool = True) -> None:
+        """Run a step and wait for it. Its inputs are in its arrays, and then so are its outputs, with the ``whole`` of
+        its logits if these are wanted.
         Raises RequestError: its shapes are not in the engine's profile; GpuError: the engine or the GPU fails."""
         self._driver.activate()
         if step.graph:
@@ -123,6 +120,8 @@ class Steps:
             self._driver.launch(step.graph, self._stream)
         else:
             self._queue(step)
+        if whole:
+            step.outputs.download_logits(self._stream)
         self._driver.synchronize(self._stream)
         if step.has_run and not step.graph and self.records:  # a plain run, which is over, has set up the library
             step.graph = self._record(step)
@@ -132,7 +131,7 @@ class Steps:
         self._prepare(step)
         step.upload(self._stream)
         self._contexts[step.call.profile].run(self._stream)
-        step.download(self._stream)
+        step.outputs.download(self._stream)
 
     def _prepare(self, step: Step) -> None:
         self._last.pop(step.call.profile, None)  # until all are set, they are nobody's

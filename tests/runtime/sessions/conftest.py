@@ -19,7 +19,7 @@ from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
 from llmc.runtime.sessions.tensorrt.engine import platform_name
 from llmc.runtime.sessions.tensorrt.session import TensorRTSession
 
-LAYERS, HEADS, KV, WIDTH, VOCAB, HIDDEN = 2, 4, 2, 16, 97, 64
+LAYERS, HEADS, KV, WIDTH, VOCAB, HIDDEN = 2, 4, 2, 16, 300, 64
 MAX_BATCH, CAPACITY = 4, 64
 BUCKETS = (16, 32, 64)
 DECODE, PREFILL = Profile(3, 1, 1), Profile(1, 12, 4)
@@ -57,7 +57,8 @@ def decoder(kind: str) -> onnx.ModelProto:
     <ir_version: 11, opset_import: ["" : 24]>
     decoder (int64[batch,sequence] input_ids, int64[batch] past_lengths, int64[batch,outputs] logit_indices,
              int64[attended_positions] cache_slots, {pasts})
-      => (float[batch,outputs,{VOCAB}] logits, {presents})
+      => (float[batch,outputs,{VOCAB}] logits, float[batch,outputs,256] top_logits, int64[batch,outputs,256] top_ids,
+          float[batch,outputs,1] sum_exp, {presents})
     {{
       zero = Constant<value_ints=[0]>()
       one = Constant<value_ints=[1]>()
@@ -84,6 +85,13 @@ def decoder(kind: str) -> onnx.ModelProto:
       last = GatherND<batch_dims=1>(x{LAYERS}, chosen)
       raw = MatMul(last, HEAD)
       logits = Cast<to=1>(raw)
+      most = Constant<value_ints=[256]>()
+      end = Constant<value_ints=[-1]>()
+      top_logits, top_ids = TopK(logits, most)
+      peak = Slice(top_logits, zero, one, end)
+      distances = Sub(logits, peak)
+      weights = Exp(distances)
+      sum_exp = ReduceSum(weights, end)
     }}""")
     generator = np.random.default_rng(7)
     shapes = {"EMBEDDING": (VOCAB, HIDDEN), "POSITIONS": (CAPACITY, HIDDEN), "HEAD": (HIDDEN, VOCAB)}

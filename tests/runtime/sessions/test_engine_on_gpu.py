@@ -1,9 +1,12 @@
 """The engine that serves requests, on TensorRT's session behind doubles: its tokens, and a GPU lost under it."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from doubles.speculators import Always
 
 from llmc.errors import EngineClosedError, GpuError, LlmcError
 from llmc.runtime.api.options import EngineOptions
@@ -11,6 +14,7 @@ from llmc.runtime.api.request import Request
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.kv.prefix_cache import PrefixCache
 from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sessions.cuda.blocks import Outputs
 from llmc.runtime.text.tokenizer import Tokenizer
 
 PATIENCE = 120
@@ -21,6 +25,19 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.9, "top_k": TOP_K, "seed": 1},
     {"temperature": 1.2, "top_k": TOP_K, "top_p": 0.9, "seed": 2, "n": 2},
     {"temperature": 0.0, "max_tokens": 30},
+]
+# Some for which the most probable tokens suffice, some for which they may not, and some that need all logits.
+MIXED: list[dict[str, Any]] = [
+    *SETTINGS,
+    {"temperature": 0.6, "top_p": 0.9, "seed": 3},
+    {"top_p": 0.999, "seed": 4},
+    {"min_p": 0.1, "temperature": 0.5, "seed": 5, "n": 3},
+    {"seed": 6},
+    {"temperature": 0.0, "logprobs": 3},
+    {"repetition_penalty": 1.3, "top_k": TOP_K, "seed": 7},
+    {"num_beams": 2},
+    {"temperature": 0.0, "prompt_logprobs": 1},
+    {"temperature": 0.0, "logit_bias": ((5, 30.0),)},
 ]
 # Calls of the driver until the context is lost: while requests are admitted, fed, decoded and recorded.
 LOSSES = range(1, 232, 77)
@@ -41,7 +58,9 @@ def serve(tiny_tokenizer: Tokenizer) -> Iterator[Callable[..., tuple[Engine, lis
     """Serves requests, all of them there before the first step, on a setup's session; their tokens or errors."""
     engines: list[tuple[Engine, Any]] = []
 
-    def outcomes(setup: Any, asked: list[Request], session: Any = None) -> tuple[Engine, list[Any]]:
+    def outcomes(
+        setup: Any, asked: list[Request], session: Any = None, drafter: Any = None
+    ) -> tuple[Engine, list[Any]]:
         opened = session or setup.open()
         engine = Engine(
             opened,
@@ -52,6 +71,7 @@ def serve(tiny_tokenizer: Tokenizer) -> Iterator[Callable[..., tuple[Engine, lis
             options=EngineOptions(),
             memory=1 << 40,
             prefixes=PrefixCache("gpu", block=4, max_bytes=1 << 20),
+            drafter=drafter,
         )
         engines.append((engine, opened))
         handles: list[Any] = []
@@ -70,9 +90,77 @@ def outcome(handle: Any) -> Any:
         return error
 
 
-def test_tokens_are_those_of_onnx_runtime_on_the_same_graph(bundle: Callable[..., Any], serve: Any):
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("compute", ["float32", "float16"])
+def test_tokens_are_those_of_whole_rows_of_onnx_runtime_on_the_same_graph(
+    bundle: Callable[..., Any], serve: Any, compute: str, together: bool
+):
+    setup = bundle(compute)
+    groups = [requests(MIXED)] if together else [[request] for request in requests(MIXED)]
+    session, reference = setup.open(), setup.reference()
+    for group in groups:
+        found, wanted = serve(setup, group, session)[1], serve(setup, group, reference)[1]
+        assert found == wanted
+        assert not any(isinstance(item, LlmcError) for item in found)
+
+
+class Known:
+    """Drafts what is known to come, with every fourth token wrong."""
+
+    costs_by_token = False
+
+    def __init__(self, known: list[int]) -> None:
+        self._known = [token if place % 4 else 0 for place, token in enumerate(known)]
+        self.steps = 0
+
+    def propose(self, key: int, tokens: list[int], count: int) -> list[int]:
+        self.steps += 1
+        return self._known[len(tokens) : len(tokens) + count]
+
+    def forget(self, key: int) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+@pytest.mark.parametrize("given", [SETTINGS[0], SETTINGS[1], {"top_p": 0.999, "seed": 4}, {"seed": 6}], ids=str)
+def test_drafts_are_verified_by_candidates_as_by_whole_rows(
+    bundle: Callable[..., Any], serve: Any, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+):
     setup = bundle()
-    assert serve(setup, requests(SETTINGS))[1] == serve(setup, requests(SETTINGS), setup.reference())[1]
+    [request] = requests([given])
+    _, [[wanted]] = serve(setup, [request], setup.reference())
+    monkeypatch.setattr("llmc.runtime.speculation.speculator.Speculator", Always)
+    drafter = Known([*request.prompt, *wanted])
+    _, [[found]] = serve(setup, [request], drafter=drafter)
+    assert found == wanted
+    assert 0 < drafter.steps < len(wanted) - 1
+
+
+def test_candidates_of_other_tokens_give_other_tokens(bundle: Callable[..., Any], serve: Any, monkeypatch: Any):
+    wanted = serve(bundle(), requests(SETTINGS))[1]
+    rank = Outputs.rank
+
+    def mixed_up(outputs: Outputs, *given: Any) -> Any:
+        return np.vectorize(lambda ranked: replace(ranked, ids=np.roll(ranked.ids, 1)), [object])(rank(outputs, *given))
+
+    monkeypatch.setattr(Outputs, "rank", mixed_up)
+    found = serve(bundle(), requests(SETTINGS))[1]
+    assert all(mine != other for mine, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("settings", "rows"), [({"temperature": 0.0}, 0), ({"seed": 1}, 1)])
+def test_a_step_brings_down_candidates_and_a_row_only_where_it_is_needed(
+    bundle: Callable[..., Any], serve: Any, settings: dict[str, Any], rows: int
+):
+    found = []
+    for tokens in (10, 11):
+        setup = bundle()
+        serve(setup, requests([{**settings, "max_tokens": tokens}]))
+        found.append(setup.driver.copied["host", "device"])
+    candidates, row = 256 * (4 + 8) + 256, 4 * 300  # logits, ids, and the sum in a block of its own
+    assert found[1] - found[0] == candidates + rows * row
 
 
 @pytest.mark.parametrize("calls", LOSSES)

@@ -61,6 +61,8 @@ class Recording:
         logits[..., 2] = 1
         return logits
 
+    rank = run
+
     def see(self, pixel_values: np.ndarray) -> np.ndarray:
         assert pixel_values.shape == (1, 3, 24, 24) and pixel_values.dtype == np.float32
         self.computed.append(pixel_values)

@@ -200,6 +200,7 @@ KERNELS: dict[str, tuple[int, int]] = {
     "Cast": (21, 22),
     "CumSum": (14, 14),
     "Div": (14, 14),
+    "Exp": (13, 13),
     "Expand": (13, 13),
     "Gather": (13, 13),
     "Gelu": (20, 20),
@@ -209,6 +210,7 @@ KERNELS: dict[str, tuple[int, int]] = {
     "MatMul": (13, 13),
     "Mul": (14, 14),
     "Range": (11, 11),
+    "ReduceSum": (13, 13),
     "Relu": (14, 14),
     "Reshape": (21, 22),
     "ScatterElements": (18, 18),
@@ -219,6 +221,7 @@ KERNELS: dict[str, tuple[int, int]] = {
     "Squeeze": (21, 22),
     "Sub": (14, 14),
     "Tanh": (13, 13),
+    "TopK": (11, 23),
     "Transpose": (21, 22),
     "Unsqueeze": (21, 22),
     "Where": (16, 16),
@@ -332,6 +335,14 @@ def test_fuse_skip_norms_leaves_a_norm_of_something_else(exported, lowered):
 
 
 # -------------------------------------------------------------------------------------------------------- near misses
+
+
+def test_a_graph_whose_logits_have_another_name_has_nothing_to_rank(exported, lowered):
+    lowering = lowered(exported(WINDOW).export, Float32(), "float32").before("rank logits")
+    [logits] = [value for value in lowering.graph.outputs if value.name == "logits"]
+    logits.name = "scores"
+    assert lowering.apply("rank logits") == 0
+    assert not lowering.nodes("TopK")
 
 
 @pytest.mark.parametrize("form", [Static(), WeightOnly(Grid(8))], ids=str)

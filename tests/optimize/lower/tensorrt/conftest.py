@@ -184,7 +184,7 @@ class Decoder:
             **cache,
             **long_texts(self.session, len(ids)),
         }
-        logits, *presents = self.session.run(None, feeds)
+        logits, *presents = self.session.run(None, feeds)[: 1 + len(cache)]  # behind them are candidates
         assert logits.dtype == np.float32
         return logits, dict(zip(cache, presents, strict=True))
 

@@ -72,6 +72,9 @@ def test_inputs_and_outputs_are_those_of_the_contract(exported, lowering, comput
     }
     assert described(lowered.graph.outputs) == {
         "logits": ("FLOAT", "batch", "outputs", 96),
+        "top_logits": ("FLOAT", "batch", "outputs", 96),
+        "top_ids": ("INT64", "batch", "outputs", 96),
+        "sum_exp": ("FLOAT", "batch", "outputs", 1),
         **{f"present.{name}": (kind, *cache) for name in caches},
     }
     assert all(value.uses() for value in lowered.graph.inputs)

@@ -25,7 +25,7 @@ class Idle(DeviceSession):
 
     engine_version = "0"
 
-    def run(self, batch: Batch) -> np.ndarray:
+    def _run(self, batch: Batch, whole: bool) -> np.ndarray:
         raise NotImplementedError
 
     def __init__(self, manifest: Manifest, driver: FakeDriver, failure: Exception | None = None) -> None:

@@ -18,6 +18,7 @@ from llmc.bundle import Manifest, read_bundle
 from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError, UsageError
 from llmc.runtime import load
 from llmc.runtime.host.cuda import RECORDING
+from llmc.runtime.sampling.truncation import ACCURACY
 from llmc.runtime.sessions import Batch, Phase, Session, emulate_target, open_session
 from llmc.runtime.sessions.onnxruntime.cuda import CudaSession
 from llmc.runtime.sessions.onnxruntime.cuda_provider import check_provider
@@ -134,6 +135,43 @@ def test_every_call_equals_the_same_graph_on_the_cpu(bundle, opened, reference, 
         found, wanted = session.run(call), reference.run(call)
         assert np.array_equal(found, wanted)
         assert found.dtype == np.float32
+
+
+@pytest.mark.parametrize("device", [SERVER, ORIN], ids=lambda device: device.name)
+def test_candidates_are_the_most_probable_tokens_of_the_rows_which_stay_on_the_gpu(bundle, opened, reference, device):
+    session = opened(bundle, FakeDriver(device))
+    past = np.array([len(prompt) for prompt in PROMPTS])
+    calls = [
+        Batch(Phase.PREFILL, np.array([p]), np.zeros(1, int), np.array([[len(p) - 1]]), row)
+        for row, p in enumerate(PROMPTS)
+    ]
+    steps = [np.array([[answer[i]] for answer in ANSWERS]) for i in range(4)]  # the last ones are replayed
+    calls += [Batch(Phase.DECODE, step, past + i, np.zeros((3, 1), int)) for i, step in enumerate(steps)]
+    calls += [Batch(Phase.DECODE, np.array([[5, 6, 7]]), past[1:2], np.arange(3)[None], 1)]  # drafts
+    for call in calls:
+        before = session._driver.copied["host", "device"]
+        ranked, rows = session.rank(call), reference.run(call)
+        assert ranked.shape == rows.shape[:2] == call.logit_indices.shape
+        down, fetched = session._driver.copied["host", "device"] - before, []
+        assert down <= (0 if device.integrated else 256 * (4 + 8) * ranked.size + 512)
+        for found, row in zip(ranked.flat, rows.reshape(-1, rows.shape[-1]), strict=True):
+            assert np.array_equal(found.values, np.sort(row)[:-257:-1])
+            assert np.array_equal(row[found.ids], found.values) and len(set(found.ids)) == 256
+            assert found.total == pytest.approx(np.exp(row.astype(np.float64) - row.max()).sum(), rel=ACCURACY)
+            fetched.append(np.array_equal(found.whole(), row))
+        assert all(fetched)
+        if not device.integrated:
+            assert session._driver.copied["host", "device"] - before - down == 4 * rows.size
+    stale = ranked.flat[0]
+    session.rank(calls[-1])
+    with pytest.raises(AssertionError, match="other logits are in that place by now"):
+        stale.whole()
+
+
+def test_a_call_that_is_longer_than_the_sessions_memory_gives_whole_rows(fp16_bundle, opened):
+    session = opened(fp16_bundle)
+    call = Batch(Phase.PREFILL, np.array([PROMPTS[1]]), np.zeros(1, int), np.arange(130)[None])
+    assert session.rank(call).shape == (1, 130, 4096)
 
 
 def test_rows_keep_their_contents_when_the_cache_grows(fp16_bundle, opened):
