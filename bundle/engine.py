@@ -76,6 +76,11 @@ class EngineConfig:
             workspace of an integrated GPU to what its attention needs.
         log: file with every warning of the library's, in its words.
         flags: for the library's compiler, by the GPU and the library's version; see ``llmc.optimize.tensorrt.flags``.
+        attention: ``fused``: one kernel of the library's for each attention, in both profiles; ``decomposed``: for some
+            attention, in some profile, it has no such kernel and may use several (it does not say for which);
+            ``basic``: the graph has basic operators in place of attention; empty where no engine was built.
+        border: type of query, keys and values at attention's border, where it is not ``compute``: ``float32`` after an
+            engine without it was judged to be wrong on its GPU.
     """
 
     file: str
@@ -90,6 +95,8 @@ class EngineConfig:
     optimization_level: Annotated[int, range(6)] | None = None
     log: str = ""
     flags: str = ""
+    attention: str = ""
+    border: str = ""
 
     @property
     def gpus(self) -> str:
@@ -111,4 +118,5 @@ class EngineConfig:
         decode, prefill = Profile(max_batch, 1, 1), (self.prefill.batch, self.prefill.sequence)
         profiles = self.decode == decode and prefill == (1, prefill_chunk) and 0 < self.prefill.outputs <= prefill_chunk
         gpus = all(re.fullmatch(r"\d+\.\d+", gpu, re.ASCII) for gpu in self.compute_capabilities)
-        return rising and self.buckets[-1] >= max_context and profiles and gpus and self.workspace != 0
+        known = self.border in ("", "float32")
+        return known and rising and self.buckets[-1] >= max_context and profiles and gpus and self.workspace != 0

@@ -8,7 +8,7 @@ from typing import Annotated
 from llmc.bundle.engine import Bytes, DeviceMemory, EngineConfig, Rows
 from llmc.inventory import Cache, Geometry, Index, Positions
 
-SCHEMA_VERSION = 17
+SCHEMA_VERSION = 18
 GRAPH_CONTRACT_VERSION = 6
 EXPORT_MANIFEST = "export.json"
 BUNDLE_MANIFEST = "llmc.json"
@@ -53,7 +53,7 @@ MOST_MANIFEST = 32 << 20  # bytes; the manifest of 4,096 layers has 20 MB
 Version = Annotated[int, range(1, 1 << 16)]
 Tokens = Annotated[int, range(1 << 40)]  # of a text
 Parity = Annotated[int, range(3)]
-TokenIds = Annotated[tuple[Annotated[int, range(1 << 24)], ...], range(1025)]
+TokenIds = Annotated[tuple[Annotated[int, range(1 << 24)], ...], range(2049)]
 MOST_SUPPRESSED = 1 << 18
 Logits = Annotated[tuple[float, ...], range(1025)]
 # That may be loaded at a time, and of how many columns their factors are.

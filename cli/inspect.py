@@ -26,6 +26,11 @@ VERIFIED = {
     "float32": "its graph on the CPU, computing in float32; the engine itself has not been run",
     "no": "not yet; run llmc verify on its GPU",
 }
+ATTENTION = {
+    "fused": "fused: one kernel for each attention",
+    "decomposed": "decomposed: the library has no fused kernel for some attention, and may take several",
+    "basic": "basic operators: the library's own attention lacks what this model needs",
+}
 
 
 @click.command("inspect", short_help="Show what PATH holds, and the memory that it takes to run.")
@@ -169,6 +174,11 @@ def engine_of(target: Target) -> str:
     return f"{target.engine} {target.engine_version} (needs {target.engine_minimum} or newer)"
 
 
+def describe_attention(engine: EngineConfig) -> str:
+    wide = f", with {engine.border} at its border" if engine.border else ""
+    return ATTENTION.get(engine.attention, engine.attention) + wide
+
+
 def engine_rows(engine: EngineConfig) -> list[tuple[str, str]]:
     gpus = f"{engine.platform}, compute capability {engine.gpus}"
     decode, prefill = engine.decode, engine.prefill
@@ -177,6 +187,7 @@ def engine_rows(engine: EngineConfig) -> list[tuple[str, str]]:
         ("engine runs on", gpus if engine.file else "the machine that it will be built on"),
         ("computes in", engine.compute),
         *([("compiler flags", engine.flags)] if engine.flags else []),
+        *([("engine attention", describe_attention(engine))] if engine.attention else []),
         ("buckets", f"{', '.join(map(str, engine.buckets))} positions"),
         (
             "calls",

@@ -124,8 +124,8 @@ PRECISIONS = {
     "fp32": "Keep the weights in full precision.",
     "fp16": "Weights in 16 bits; CPUs compute in full precision, GPUs in 16 bits.",
     "bf16": "Weights and arithmetic in bfloat16, for TensorRT.",
-    "int8": "8-bit weights.  [default]",
-    "int4": "4-bit weights.",
+    "int8": "8-bit weights.  [default, but of tensorrt]",
+    "int4": "4-bit weights.  [default of tensorrt]",
     "source": "The integers that a quantized checkpoint has.  [its default]",
     "fp8": "Weights in float8 (e4m3), for TensorRT on GPUs from Ada and Hopper on.",
 }

@@ -8,6 +8,8 @@ from pathlib import Path
 from llmc import __version__
 from llmc.bundle import (
     ADAPTERS_FOLDER,
+    BUNDLE_MANIFEST,
+    CHUNKS_FILE,
     GRAPH_CONTRACT_VERSION,
     SCHEMA_VERSION,
     TOKENIZER_FILE,
@@ -22,13 +24,13 @@ from llmc.bundle import (
     Target,
     write_chunks,
 )
-from llmc.errors import BuildError, UsageError
+from llmc.errors import BuildError, BundleError, UsageError
 from llmc.optimize.calibrate.request import CalibrationRequest, calibrate_weights, check_windows
 from llmc.optimize.graphs import build_graphs
 from llmc.optimize.judge.finished import judge_decoder, judge_encoder, judge_head, least_tolerance
 from llmc.optimize.lower.context import check_patterns
 from llmc.optimize.lower.onnxruntime.attention import check_head_sizes
-from llmc.optimize.order import Order, check_places, take_order
+from llmc.optimize.order import Order, check_places, runs_here, take_order
 from llmc.optimize.plan.borders import choose_borders
 from llmc.optimize.plan.device import device_plan, host_plan, with_engine
 from llmc.optimize.plan.memory import memory_plan, plan_build
@@ -37,6 +39,7 @@ from llmc.optimize.recipe import Request
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.split import split
 from llmc.optimize.targets import capabilities
+from llmc.optimize.weights.store import Calibrated
 from llmc.origin import check_unchanged, copy_tokenizer
 from llmc.publish import file_entries, stage_folder
 from llmc.runtime.kv.budget import usable_memory
@@ -85,8 +88,8 @@ def build(
         source: folder written by ``llmc export``.
         output: bundle folder to write; must not exist unless ``force``.
         target: cpu (default), cuda, tensorrt or tensorrt-rtx.
-        precision: fp32, fp16, int8 (default) or int4, for GPUs also bf16 and fp8; of quantized checkpoints source
-            (default); overrides the recipe's.
+        precision: fp32, fp16, int8 (default) or int4 (default of tensorrt), for GPUs also bf16 and fp8; of quantized
+            checkpoints source (default); overrides the recipe's.
         max_context: longest sequence in tokens; default: the checkpoint's, at most 32,768, for TensorRT 4,096.
         max_batch: requests that may run at once; default 8.
         adapters: how many may be loaded beside the model at a time, each of up to ``rank``; default none.
@@ -178,11 +181,35 @@ def _fill(order: Order, folder: Path) -> Manifest:
     order = replace(order, recipe=replace(order.recipe, calibration=used))
     graphs, engine = build_graphs(order, folder, weights)
     check_unchanged(order.source, order.export)  # the weights are not needed any more
+    if engine is not None and runs_here(order.engine, engine):
+        return _judge_engine(order, folder, graphs, engine, weights)
     order.progress("hashing")
     manifest = _manifest(order, graphs, engine, folder)
     geometry = order.export.geometry
     judge = judge_encoder if geometry.encoder else judge_head if geometry.head else judge_decoder
     return judge(order, folder, manifest, weights)
+
+
+def _judge_engine(
+    order: Order, folder: Path, graphs: dict[str, Graph], engine: EngineConfig, weights: Calibrated
+) -> Manifest:
+    """Judge an engine on its GPU; one that does not pass is compiled again, with another border of attention."""
+    from llmc.optimize.tensorrt.engine import compile_engine
+    from llmc.optimize.tensorrt.ladder import rewrite_border, try_borders
+
+    def attempt(border: str) -> Manifest:
+        made, graph = engine, folder / graphs["decode"].file
+        if border != engine.border:
+            for name in (BUNDLE_MANIFEST, CHUNKS_FILE):
+                (folder / name).unlink(missing_ok=True)
+            rewrite_border(graph, border, engine.compute)
+            assert order.engine is not None
+            made = compile_engine(order.engine, graph, order.export.geometry, order.progress)
+        order.progress("hashing")
+        manifest = _manifest(order, graphs, replace(made, border=border), folder)
+        return judge_decoder(order, folder, manifest, weights)
+
+    return try_borders(engine, attempt, (BuildError, BundleError))
 
 
 def _manifest(order: Order, graphs: dict[str, Graph], engine: EngineConfig | None, folder: Path) -> Manifest:

@@ -18,7 +18,7 @@ from llmc.bundle import (
     write_chunks,
     write_manifest,
 )
-from llmc.errors import GpuError, MissingExtraError, ResourceError, UsageError
+from llmc.errors import BundleError, GpuError, MissingExtraError, ResourceError, UsageError
 from llmc.optimize.build import BuildReport
 from llmc.optimize.judge.rows import check_rows
 from llmc.optimize.order import runs_here
@@ -28,6 +28,7 @@ from llmc.optimize.progress import Progress, silent
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import capabilities
 from llmc.optimize.tensorrt.engine import compile_engine
+from llmc.optimize.tensorrt.ladder import rewrite_border, try_borders
 from llmc.optimize.tensorrt.spec import EngineSpec, resolve_engine
 from llmc.publish import file_entries, link, refuse_to_overwrite, stage_folder
 from llmc.runtime import load
@@ -96,13 +97,31 @@ def _rebuild_engine(source: Path, manifest: Manifest, old: EngineConfig, folder:
     kept = _list_kept(manifest)
     for name in kept:
         link(source / name, folder / name)
+
+    def attempt(border: str) -> Manifest:
+        return _compile(spec, manifest, replace(old, border=border), folder, progress)
+
+    return try_borders(old, attempt, (_WrongEngineError,))
+
+
+class _WrongEngineError(BundleError):
+    """An engine on its GPU computes something else than the bundle recorded."""
+
+
+def _compile(spec: EngineSpec, manifest: Manifest, old: EngineConfig, folder: Path, progress: Progress) -> Manifest:
+    """Compile the engine in ``folder``, with the border of ``old``, and replay the golden prompts."""
+    assert manifest.engine is not None
+    kept, target = _list_kept(manifest), manifest.target
     graph = folder / manifest.graphs["decode"].file
-    plan = compile_engine(spec, graph, manifest.geometry, progress)
+    rewritten = [graph.name] if old.border != manifest.engine.border else []
+    if rewritten:
+        rewrite_border(graph, old.border, old.compute)
+    plan = replace(compile_engine(spec, graph, manifest.geometry, progress), border=old.border)
     if old.verified in ("cpu", "float32"):  # golden prompts of this very graph
         plan = replace(plan, verified=old.verified)
     write_chunks(folder, [*kept, plan.file])
     chunks = [CHUNKS_FILE] if (folder / CHUNKS_FILE).exists() else []
-    names = [plan.file, plan.log, *chunks]
+    names = [plan.file, plan.log, *rewritten, *chunks]
     files = kept | file_entries(folder, names)
     here = Target(target.name, target.engine, spec.version, manifest.target.engine_minimum)
     device = manifest.device and with_engine(manifest.device, folder, plan)
@@ -124,7 +143,10 @@ def _replay(folder: Path, made: Manifest, *, here: bool, progress: Progress) -> 
         return None
     try:
         with load(folder, self_test=False, emulate=not here) as model:
-            replay(model, progress)
+            try:
+                replay(model, progress)
+            except BundleError as error:
+                raise (_WrongEngineError(str(error)) if here else error) from error
             if here:
                 check_rows(model.runner.session, made)
     except (GpuError, MissingExtraError, ResourceError) as error:

@@ -28,6 +28,8 @@ class Capabilities:
     ``ragged_rows``: the oldest engine whose attention takes several tokens in each of several rows, of any lengths;
     empty for none.
     ``chunk``: tokens of a prompt per call, unless the recipe says otherwise.
+    ``precision``: that of a build which asks for none, where the checkpoint is not quantized.
+    ``head``: precision of the head beside 4 bits, and of what a quantized checkpoint leaves in floats.
     """
 
     name: str
@@ -44,6 +46,8 @@ class Capabilities:
     # On CPUs attention costs the square of a chunk, and activations of 512 tokens outgrow the caches: 256 is 5 % faster
     # than 512 at a prompt of 512, equal at 2,048, and takes half the workspace.
     chunk: int = 256
+    precision: str = "int8"
+    head: str = "int8"
 
     @property
     def makes_engine(self) -> bool:
@@ -51,7 +55,7 @@ class Capabilities:
         return self.phases == ("single",)
 
 
-def _tensorrt(name: str, minimum: str) -> Capabilities:
+def _tensorrt(name: str, minimum: str, precision: str, head: str) -> Capabilities:
     return Capabilities(
         name=name,
         engine=name,
@@ -61,6 +65,8 @@ def _tensorrt(name: str, minimum: str) -> Capabilities:
         phases=("single",),
         activations=("none", "static"),
         asymmetric=False,
+        precision=precision,
+        head=head,
         block=128,  # TensorRT's kernels for 4 bits were only measured with these
     )
 
@@ -89,8 +95,9 @@ TARGETS = {
         block=32,  # see FAST_KERNELS in runtime/sessions/onnxruntime/cuda_provider.py
         chunk=2048,  # each call reads all weights, and a GPU computes faster than it reads; not measured
     ),
-    "tensorrt": _tensorrt("tensorrt", "10.15"),
-    "tensorrt-rtx": _tensorrt("tensorrt-rtx", "1.7"),
+    # TensorRT documents weights in integers under float activations for int4 alone, TensorRT-RTX for int8 as well.
+    "tensorrt": _tensorrt("tensorrt", "10.15", "int4", "fp16"),
+    "tensorrt-rtx": _tensorrt("tensorrt-rtx", "1.7", "int8", "int8"),
 }
 
 

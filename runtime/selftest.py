@@ -43,6 +43,8 @@ VECTOR_TOLERANCE = 0.05
 KEPT_VALUES = 256
 # Decode steps per golden prompt at load: enough to run the decode graph on a cache that both graphs filled.
 QUICK_TOKENS = 4
+# Decode steps behind the start of a long golden prompt, and after it.
+LONG_STEPS = 32
 # Golden prompts at a load that nobody asked to test, the shortest: each one runs every node of both graphs.
 QUICK_PROMPTS = 1
 KIND = "selftest"
@@ -64,6 +66,7 @@ class VerifyReport:
 
 def check_once(model: Any, wanted: bool | None) -> None:
     """Replay the golden prompts in short: always, never, or (None) the shortest of them, unless a pass is remembered.
+    An engine on its GPU replays them whole, for it may have been judged by its graph on a CPU.
 
     A pass holds for these files, this processor and engine version; a failure is not remembered.
     """
@@ -72,8 +75,10 @@ def check_once(model: Any, wanted: bool | None) -> None:
 
     def check() -> None:
         start = time.perf_counter()
+        on_gpu = model.manifest.engine is not None and model.manifest.device is not None
+        limit, prompts = (None, None) if on_gpu else (QUICK_TOKENS, QUICK_PROMPTS if wanted is None else None)
         log.info("checking %s on this machine%s", model.folder, ", once" if wanted is None else "")
-        replay(model, limit=QUICK_TOKENS, prompts=QUICK_PROMPTS if wanted is None else None)
+        replay(model, limit=limit, prompts=prompts)
         log.info("%s passed its self-test in %.2f s", model.folder, time.perf_counter() - start)
 
     disk_cache.once(KIND, _key(model), check, always=bool(wanted))
@@ -94,14 +99,15 @@ def replay(
     *,
     limit: int | None = None,
     prompts: int | None = None,
+    long: bool = True,
 ) -> VerifyReport:
     """Run the golden prompts on a loaded bundle: the ``prompts`` shortest, with up to ``limit`` tokens after each; all
-    of them by default."""
+    of them by default. Without ``long`` leave out those that are long."""
     if model.manifest.geometry.encoder:
         return _replay_vectors(model, progress, prompts)
     if model.manifest.geometry.head:
         return _replay_head(model)
-    cases = model.manifest.golden
+    cases = tuple(case for case in model.manifest.golden if long or len(case.prompt) <= 2 * LONG_STEPS)
     if not cases:
         raise BundleError(f"{model.folder}: the manifest has no golden prompts; build the bundle again")
     largest, equal, compared = 0.0, 0, 0
@@ -274,12 +280,24 @@ def _first_logits(model: Any, case: GoldenPrompt) -> float:
 
 
 def _ways(model: Any, case: GoldenPrompt) -> Iterator[NDArray[np.float32]]:
-    """Logits [V] after the prompt: fed alone, and, where prompts may share a call, beside a shorter one."""
+    """Logits [V] after the prompt: fed alone, and, where prompts may share a call, beside a shorter one; of a long
+    one also with its last tokens in decode steps."""
     runner, prompt = model.runner, case.prompt
     yield runner.prefill(prompt)[0, -1]
+    if len(prompt) > 2 * LONG_STEPS:
+        *_, logits = decode_tokens(runner, prompt, LONG_STEPS)
+        yield logits
     shares = runner.session.packs_rows and model.manifest.limits.max_batch > 1
     if shares and 1 < len(prompt) <= runner.prefill_chunk // 2:
         yield runner.prefill_beside(prompt[: len(prompt) // 2], prompt)
+
+
+def decode_tokens(runner: Any, prompt: Sequence[int], count: int) -> Iterator[NDArray[np.float32]]:
+    """Feed a prompt with its last ``count`` tokens one by one; the logits [V] after each of these, as views."""
+    start = len(prompt) - count
+    runner.prefill(prompt[:start])
+    for position in range(start, len(prompt)):
+        yield runner.step(prompt[position], position)[0, -1]
 
 
 def answer_greedily(model: Any, prompt: Sequence[int], count: int) -> tuple[int, ...]:

@@ -10,13 +10,13 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import FileEntry, GoldenVector, Manifest, read_bundle, write_manifest
+from llmc.bundle import FileEntry, GoldenPrompt, GoldenVector, Manifest, read_bundle, write_manifest
 from llmc.errors import GpuError, MissingExtraError, ResourceError
 from llmc.optimize.calibrate.request import KEPT_BYTES
 from llmc.optimize.graphs import compile_graphs
 from llmc.optimize.judge.evaluate import evaluate, read_windows
 from llmc.optimize.judge.gate import check, check_unrounded, list_doubts
-from llmc.optimize.judge.golden import SPREAD_FACTOR, prompt_ids, run_golden_prompts, tolerance
+from llmc.optimize.judge.golden import SPREAD_FACTOR, prompt_ids, run_golden_prompts, run_long_prompt, tolerance
 from llmc.optimize.judge.invariance import measure_guarantees
 from llmc.optimize.judge.layers import WINDOWS, LayerError, layer_errors
 from llmc.optimize.judge.overflow import check_range
@@ -63,6 +63,7 @@ def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calib
             order.progress("looking for values beyond float16")
             check_range(folder, manifest, [*prompt_ids(model), *(text.ids[:1].tolist() if text else [])])
         golden = run_golden_prompts(model, order.source, order.progress)
+        long = _run_long_prompt(order, folder, model, verified) if manifest.engine is not None else ()
         quality, allowed = golden.quality, tolerance(manifest.golden_tolerance, golden.spread)
         check_unrounded(quality, order.recipe)
         if text is not None:
@@ -85,7 +86,7 @@ def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calib
     finished = replace(
         manifest,
         notes=(*manifest.notes, *notes),
-        golden=golden.cases,
+        golden=(*golden.cases, *long),
         golden_tolerance=allowed,
         golden_spread=golden.spread,
         quality=quality,
@@ -96,6 +97,19 @@ def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calib
         order.progress("replaying the golden prompts as a first load does")
         replay_apart(folder, emulate=verified == "cpu")
     return finished
+
+
+def _run_long_prompt(order: Order, folder: Path, model: Model, verified: str) -> tuple[GoldenPrompt, ...]:
+    """The long golden prompt: computed by the CPU also beside a GPU, which is compared with it when it replays, unless
+    memory does not suffice."""
+    order.progress("running a long golden prompt")
+    if verified == "device" and order.recipe.compute != "bfloat16":
+        try:
+            with load(folder, self_test=False, emulate=True) as graph:
+                return run_long_prompt(graph)
+        except (MissingExtraError, ResourceError) as error:
+            log.info("%s; the long golden prompt is recorded on the GPU", error)
+    return run_long_prompt(model)
 
 
 def judge_encoder(order: Order, folder: Path, manifest: Manifest, _: Calibrated) -> Manifest:

@@ -56,7 +56,7 @@ def name_better(recipe: Recipe, phases: Collection[str], excess: float = 1.0) ->
     if recipe.sparsity:
         return "less sparsity in the recipe"
     if recipe.compute != "float32":  # a GPU's
-        return "--int8" if recipe.precision == "int4" else "--fp16"
+        return "--int8" if recipe.precision == "int4" and recipe.head == "int8" else "--fp16"  # TensorRT's is fp16
     four_bits = recipe.precision == "int4" and ("decode" in phases or recipe.phases == "shared")
     if not excess <= (MORE_BITS if four_bits else SAME_BITS):  # NaN is not
         return "--fp16" if recipe.precision in BITS else "--fp32"

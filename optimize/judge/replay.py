@@ -23,7 +23,7 @@ from llmc.runtime import load
 from llmc.runtime.selftest import replay
 try:
     with load(folder, self_test=False, emulate=emulate) as model:
-        answer = "", f"logits differ by {replay(model).largest_difference:.2g}"
+        answer = "", f"logits differ by {replay(model, long=not emulate).largest_difference:.2g}"
 except LlmcError as error:
     answer = type(error).__name__, str(error).removeprefix(f"{folder}: ")
 print(json.dumps(answer))
@@ -32,7 +32,7 @@ KILLED = -9
 
 
 def replay_apart(folder: Path, *, emulate: bool = False) -> None:
-    """Load a bundle in a fresh process and replay its golden prompts there; with ``emulate``, on the CPU."""
+    """Load a bundle in a fresh process and replay its golden prompts there; with ``emulate``, short ones on the CPU."""
     kind, message = _answer(folder, emulate)
     log.debug("%s: %s", folder, message)
     if kind == BundleError.__name__:

@@ -63,15 +63,17 @@ class Request:
 
     Attributes:
         description: one sentence for people.
-        precision: fp32, fp16 (on CPUs stored so, computed in float32), int8 (default), int4; on GPUs also bf16 and fp8.
-            source, the default of quantized checkpoints, keeps their integers; what those leave in floats becomes int8.
+        precision: fp32, fp16 (on CPUs stored so, computed in float32), int8 (default), int4 (default of tensorrt); on
+            GPUs also bf16 and fp8. source, the default of quantized checkpoints, keeps their integers; what those leave
+            in floats becomes int8, for tensorrt fp16.
         scheme: rtn (round to nearest with clip search) or gptq, of 4 bits and of a rotated graph with W8A8;
             default: gptq for these where the build can calibrate, else rtn.
         block_size: inputs that share a weight scale: 32 (default), 64 (default on CPUs of 4 bits by gptq), 128 (default
             for TensorRT) or 256; TensorRT's int8 has one per output. On cuda only 32 has fast kernels.
         symmetric: of 4 bits: false (default on CPUs) for a zero point per block, true (default on GPUs) for none;
             TensorRT takes no zero points, and on cuda they have no fast kernels.
-        head: int8, int4, fp16 or fp32, of the head and a tied embedding; default: as ``precision``, int8 for int4.
+        head: int8, int4, fp16 or fp32, of the head and a tied embedding; default: as ``precision``, beside int4 int8,
+            for tensorrt fp16.
         phases: split (a W8A8 graph for prefill beside the weight-only one, default on CPUs), shared (one graph, less
             memory) or single (one engine; TensorRT knows nothing else).
         activations: of the W8A8 graph: per-token (default on CPUs); a shared graph is W8A8 where this is said. For
@@ -261,14 +263,13 @@ def resolve(
     Raises:
         UsageError: a value is out of range, contradicts another one or is not supported by the target.
     """
-    precision = either(request.precision, "source" if coded else "int8")
+    precision = either(request.precision, "source" if coded else target.precision)
     if precision == "source":
         _check_source(request, coded)
     else:
         _one_of("precision", precision, (*target.precisions, "source"))
-    # What a quantized checkpoint leaves in floats is rounded to 8 bits.
-    rest = "int8" if precision == "source" else precision
-    head = _one_of("head", either(request.head, "int8" if rest == "int4" else rest), target.precisions)
+    rest = target.head if precision == "source" else precision
+    head = _one_of("head", either(request.head, target.head if rest == "int4" else rest), target.precisions)
     layers = {key: _one_of(f"layers: {key}", value, target.precisions) for key, value in (request.layers or {}).items()}
     stored = {rest, head, *layers.values()}
     _refuse_integer_keys(request, precision, stored)

@@ -18,22 +18,26 @@ from typing import Any
 from llmc.errors import BuildError, ResourceError
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.tensorrt.flags import use_flags
-from llmc.optimize.tensorrt.messages import failure
+from llmc.optimize.tensorrt.messages import failure, lacks_fused_attention
 from llmc.optimize.tensorrt.monitor import STEP, Monitor, Writer
 from llmc.optimize.tensorrt.network import Network, Ranges, profile_shapes, read_graph
+from llmc.optimize.tensorrt.sizes import check_size
 from llmc.optimize.tensorrt.spec import EngineSpec
 from llmc.optimize.tensorrt.timings import keep_timings
-from llmc.runtime.sessions.tensorrt.library import Message, logger, make_object, nameable_gpus
+from llmc.runtime.sessions.tensorrt.library import INFO, Message, logger, make_object, nameable_gpus
 
 PARSING = "reading the graph"
+FUSED, DECOMPOSED, BASIC = "fused", "decomposed", "basic"
 
 
 @dataclass(frozen=True)
 class EngineReport:
-    """The in-place updates of a built engine (output -> input), and all that the library said, in order."""
+    """The in-place updates of a built engine (output -> input), all that the library said, in order, and how it
+    computes attention, as in :attr:`llmc.bundle.EngineConfig.attention`."""
 
     aliases: dict[str, str]
     messages: tuple[Message, ...]
+    attention: str
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,30 @@ def build_engine(
     with use_flags(spec.config.flags):
         builder = make_object(spec.library, spec.library.Builder)
         network = Network(spec.library, builder, graph, model)
-        network.refine()
-        messages = _build(_Work(spec, builder, network, output, profiles), progress)
-    return EngineReport(network.aliases(), (*network.messages, *messages))
+        said = list(network.messages)
+        attention = _build_fused(_Work(spec, builder, network, output, profiles), said, progress)
+    return EngineReport(network.aliases(), tuple(said), attention)
 
 
-def _build(work: _Work, progress: Progress) -> list[Message]:
-    """Build and write the engine; a failed build leaves no file."""
+def _build_fused(work: _Work, said: list[Message], progress: Progress) -> str:
+    """Build with one kernel for each attention, or, where the library has none, with several; which of them it was.
+
+    Collects the library's messages in ``said``.
+    """
+    attentions = work.network.refine()
+    for decomposable in (False, True):
+        for attention in attentions:
+            attention.decomposable = decomposable
+        if _build(work, said, progress, may_decompose=decomposable):
+            break
+    return BASIC if not attentions else DECOMPOSED if decomposable else FUSED
+
+
+def _build(work: _Work, said: list[Message], progress: Progress, *, may_decompose: bool) -> bool:
+    """Build and write the engine; a failed build leaves no file.
+
+    Returns False if an attention has no kernel of its own and must not be decomposed.
+    """
     monitor = Monitor(progress)
     progress(STEP, 0.0)
     config = _config(work, monitor)
@@ -79,8 +100,14 @@ def _build(work: _Work, progress: Progress) -> list[Message]:
     try:
         with keep_timings(work.spec, config), logger(work.spec.library).collect_messages() as messages:
             built = monitor.watch(partial(_serialize, work, config, staged))
-        if not built or any(message.severity == "INTERNAL_ERROR" for message in messages):
+        failed = not built or any(message.severity == "INTERNAL_ERROR" for message in messages)
+        if failed and not may_decompose and lacks_fused_attention(messages):
+            said += [Message(INFO, message.text) for message in messages]
+            return False
+        said += messages
+        if failed:
             raise failure(f"building {work.output.name}", messages, work.spec.config.workspace)
+        check_size(staged.stat().st_size, work.network.graph)
         staged.replace(work.output)
     except OSError as error:
         raise ResourceError(f"{work.output} cannot be written ({error.strerror})") from error
@@ -88,7 +115,7 @@ def _build(work: _Work, progress: Progress) -> list[Message]:
         with contextlib.suppress(OSError):
             staged.unlink()
     progress(STEP, 1.0)
-    return messages
+    return True
 
 
 def _serialize(work: _Work, config: Any, path: Path) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from llmc.bundle import EngineConfig, Geometry, Profile
 from llmc.errors import BuildError
 from llmc.optimize.progress import Progress
-from llmc.optimize.tensorrt.builder import build_engine
+from llmc.optimize.tensorrt.builder import DECOMPOSED, build_engine
 from llmc.optimize.tensorrt.messages import remarks, transcript
 from llmc.optimize.tensorrt.network import Ranges
 from llmc.optimize.tensorrt.spec import EngineSpec
@@ -35,10 +35,12 @@ def compile_engine(spec: EngineSpec, graph: Path, geometry: Geometry, progress: 
             f"{spec.library.__name__} {spec.version} made {len(report.aliases)} in-place cache updates of the graph, "
             f"{wanted} are expected; report this, and build for the target cuda or cpu"
         )
+    if report.attention == DECOMPOSED:
+        log.warning("%s has no fused kernel for some attention, which may be slow", spec.library.__name__)
     if notable := remarks(report.messages):
         log.warning("%s warned while it built (%s); all is in %s", spec.library.__name__, notable[0], LOG_FILE)
     (folder / LOG_FILE).write_text(transcript(report.messages), encoding="utf-8")
-    return replace(config, file=ENGINE_FILE, log=LOG_FILE)
+    return replace(config, file=ENGINE_FILE, log=LOG_FILE, attention=report.attention)
 
 
 def estimate_workspace(config: EngineConfig, geometry: Geometry) -> int:

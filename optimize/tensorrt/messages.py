@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 from llmc.errors import BuildError, GpuError, LlmcError, ResourceError
-from llmc.runtime.sessions.tensorrt.library import Message
+from llmc.runtime.sessions.tensorrt.library import INFO, Message
 
 # Said of healthy graphs: indices are int64 on purpose, and kernels that do not fit are passed over all the time.
 HARMLESS = re.compile(r"Make sure (in|out)put \S+ has Int64 binding|\btactics?\b", re.IGNORECASE)
@@ -22,6 +22,8 @@ NO_DRIVER = re.compile(r"cudaError 35|CUDA_SUCCESS|CUDA initialization failure")
 OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory|FAILED_ALLOCATION|insufficient memory", re.IGNORECASE)
 # Also said where there is no kernel whatever the workspace, as of attention by TensorRT 10.7 on Orin.
 NO_WORKSPACE = re.compile(r"insufficient workspace|within workspace limit", re.IGNORECASE)
+# Attention that must not be decomposed and for which no kernel fits (TensorRT-RTX 1.7.1, NvInfer.h of TensorRT 11).
+NO_KERNEL = re.compile(r"not supported by a dedicated kernel", re.IGNORECASE)
 SAID_AT_MOST = 4
 
 
@@ -35,7 +37,7 @@ def list_dropped(messages: Sequence[Message]) -> list[str]:
 
 
 def remarks(messages: Sequence[Message]) -> tuple[str, ...]:
-    texts = (message.text for message in messages if not HARMLESS.search(message.text))
+    texts = (it.text for it in messages if it.severity != INFO and not HARMLESS.search(it.text))
     return tuple(dict.fromkeys(texts))
 
 
@@ -43,6 +45,11 @@ def transcript(messages: Sequence[Message]) -> str:
     """All messages in the library's own words: a list in JSON of severities and texts, a line for each message."""
     lines = [json.dumps([message.severity, message.text]) for message in messages]
     return "[\n" + ",\n".join(lines) + "\n]\n"
+
+
+def lacks_fused_attention(messages: Sequence[Message]) -> bool:
+    """True if a failed build had an attention without a kernel of its own, in some profile."""
+    return any(NO_KERNEL.search(message.text) for message in messages)
 
 
 def failure(what: str, messages: Sequence[Message], workspace: int | None = None) -> LlmcError:

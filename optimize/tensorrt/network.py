@@ -115,9 +115,8 @@ class Network:
 
     # ------------------------------------------------------------------------------------------------- attention
 
-    def refine(self) -> None:
-        """Attention without the parser's scales of 1, which may run as several kernels where no fused one fits, as in
-        float32.
+    def refine(self) -> list[Any]:
+        """Remove the parser's scales of 1 from every attention; the attentions.
 
         The parser multiplies query and keys by the root of the scale, even of 1: a pass over all keys at every step.
         """
@@ -125,15 +124,14 @@ class Network:
         makers = {tensor.name: layer for layer in layers for tensor in _outputs(layer)}
         plain = [node for node in self.graph.node if node.op_type == "Attention" and _scale(node) == 1.0]
         unscaled = {node.input[index] for node in plain for index in (QUERY, KEY)}
-        for layer in layers:
-            if layer.type.name != "ATTENTION_INPUT":
-                continue
+        attentions = [layer for layer in layers if layer.type.name == "ATTENTION_INPUT"]
+        for layer in attentions:
             layer.__class__ = self.library.IAttentionInputLayer  # the documented way to downcast
-            layer.attention.decomposable = True
             for index in (QUERY, KEY):
                 maker = makers.get(layer.get_input(index).name)
                 if maker is not None and maker.type.name == "ELEMENTWISE" and maker.get_input(0).name in unscaled:
                     layer.attention.set_input(index, maker.get_input(0))
+        return [layer.attention for layer in attentions]
 
     def aliases(self) -> dict[str, str]:
         """Outputs that are an input updated in place, as output -> input."""

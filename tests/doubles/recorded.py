@@ -30,6 +30,7 @@ LAYERS = {
     "RMSNormalization": "NORMALIZATION",
 }
 RTX_VERSION = "1.7.1.116"
+NO_KERNEL = "Error Code 1: Myelin (Attention operation was not supported by a dedicated kernel.)"
 # What timings begin with: those of this GPU, and of another one, which are refused.
 TIMED, TIMED_ELSEWHERE = b"timed here: ", b"timed elsewhere: "
 
@@ -49,6 +50,7 @@ class RecordedLibrary:
     Args:
         log: what the builder logs while it builds, as (severity, text).
         builds: whether the builder succeeds.
+        fuses: whether it has a kernel for every attention.
         drops: inputs of operators that the parser passes over, as ("Attention", 6).
         parser_log: what the parser logs.
         gpu: compute capability of the GPU that it builds on; on Thor the compiler wants its flags.
@@ -59,13 +61,14 @@ class RecordedLibrary:
         *,
         log: tuple[tuple[str, str], ...] = (),
         builds: bool = True,
+        fuses: bool = True,
         drops: tuple[tuple[str, int], ...] = (),
         parser_log: tuple[tuple[str, str], ...] = (),
         gpu: str = "",
     ) -> None:
         self.__name__ = "tensorrt"
         self.__version__ = SURFACE["__version__"]
-        self.log, self.builds, self.drops = log, builds, drops
+        self.log, self.builds, self.fuses, self.drops = log, builds, fuses, drops
         self.parser_log, self.gpu = parser_log, gpu
         self.calls: list[Call] = []
         self.native_logger: Any = None
@@ -249,6 +252,9 @@ def build_in_pieces(library: RecordedLibrary, self: Any, network: Any, config: A
     for layer in network._layers:
         if layer.type.name == "ATTENTION_INPUT":
             assert ".scaled." not in layer._inputs[1].name, "all keys are multiplied by a scale at every step"
+            if not (library.fuses or layer.attention.decomposable):
+                library.native_logger.log(library.ILogger.Severity.ERROR, NO_KERNEL)
+                return True
     for severity, text in library.log:
         library.native_logger.log(library.ILogger.Severity[severity], text)
     if (timings := config.__dict__.get("_timings")) is not None:

@@ -30,6 +30,8 @@ from llmc.runtime.model import verify
 
 UNTIED, TIED = "llama-biases", "qwen2-tied-bf16"
 SMALL = {"max_context": 64, "max_batch": 2}
+# Tokens of the answers to golden prompts, the last of which is the long one of bundles with an engine.
+ANSWERED = 4 * 16 + 32
 DEFERRED = EngineRequest(deferred=True)
 # One layer kind in more bits than the others, and the head too.
 INT4 = Request(precision="int4", head="int8", layers={"*.mlp.down_proj": "int8"})
@@ -117,12 +119,12 @@ def test_a_bundle_with_an_engine_is_whole_and_says_what_it_is(engine_bundle: Bui
     assert manifest.device == dataclasses.replace(planned, weights=manifest.files["engine.plan"].size)
     assert (manifest.memory.weights, manifest.memory.cache_per_token) == (0, 0)
     assert manifest.graphs["prefill"] == manifest.graphs["decode"]
-    assert len(manifest.golden) == 4
+    assert len(manifest.golden) == 5
 
 
 def test_it_verifies_on_the_cpu_token_by_token(engine_bundle: BuildReport):
     report = verify(engine_bundle.output, emulate=True)
-    assert (report.prompts, report.tokens, report.equal_tokens) == (4, 64, 64)
+    assert (report.prompts, report.tokens, report.equal_tokens) == (5, ANSWERED, ANSWERED)
     assert report.largest_difference < 1e-5
 
 
@@ -152,7 +154,7 @@ def test_every_precision_is_judged_on_the_cpu(exported: Callable[[str], Any], tm
     assert plan.verified == ("float32" if precision == "bf16" else "cpu"), "no CPU computes in bfloat16"
     assert report.manifest.target.engine_version == "none"
     if precision != "bf16":
-        assert verify(output, emulate=True).equal_tokens == 64
+        assert verify(output, emulate=True).equal_tokens == ANSWERED
     opset = {
         entry.domain: entry.version
         for entry in onnx.load(output / "decoder.onnx", load_external_data=False).opset_import
@@ -206,7 +208,7 @@ def test_bfloat16_is_judged_by_a_twin_in_float32_of_which_nothing_stays(
     assert whole(report), "neither in the folder nor in the manifest"
     assert (report.manifest.recipe.compute, report.manifest.cache) == ("bfloat16", "bfloat16")
     assert engine_of(report.manifest).verified == "float32"
-    assert len(report.manifest.golden) == 4
+    assert len(report.manifest.golden) == 5
     with pytest.raises(GpuError, match="a bundle in bfloat16 cannot be run on a CPU"):
         verify(output, emulate=True)
 
@@ -225,7 +227,7 @@ def test_static_activations_are_calibrated(reads_text: Path, tmp_path: Path):
     assert len(rounded) >= 4 * report.manifest.geometry.layers, "one for each activation that linears read"
     known = {tensor.name for tensor in graph.initializer}
     assert all(node.input[1] in known for node in rounded), "TensorRT takes no scale that is computed"
-    assert verify(report.output, emulate=True).equal_tokens == 64
+    assert verify(report.output, emulate=True).equal_tokens == ANSWERED
 
 
 # -------------------------------------------------------------------------------------------------------------- budget
@@ -314,6 +316,32 @@ def test_on_its_gpu_a_bundle_is_verified_by_running_it(
     assert engine_of(report.manifest).verified == "device"
     known = dataclasses.asdict(report.manifest.graphs["decode"].invariance)
     assert any(known.values()), "which calls compute the same bits is measured where it will run"
+
+
+def test_an_engine_that_its_gpu_refuses_is_built_with_another_border(
+    exported: Callable[[str], Any],
+    tmp_path: Path,
+    installed: Callable[..., RecordedLibrary],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The long golden prompt is computed by the CPU, and compared with the engine."""
+
+    def answer(folder: Path, emulate: bool) -> tuple[str, str]:
+        manifest = read_bundle(folder)
+        assert (emulate, len(manifest.golden[-1].prompt)) == (False, 32)
+        return ("", "") if engine_of(manifest).border else ("BundleError", "logits differ by 9")
+
+    installed(H200)
+    monkeypatch.setattr(
+        "llmc.optimize.judge.finished.load", lambda folder, **_: load(folder, self_test=False, emulate=True)
+    )
+    monkeypatch.setattr("llmc.optimize.judge.replay._answer", answer)
+    report = build(exported(TIED).export, tmp_path / "bundle", target="tensorrt", precision="fp16", **SMALL)
+    assert whole(report)
+    assert engine_of(report.manifest).border == "float32"
+    graph = onnx.load(tmp_path / "bundle" / "decoder.onnx", load_external_data=False).graph
+    casts = {node.output[0] for node in graph.node if node.op_type == "Cast"}
+    assert all(casts.issuperset(node.input[:3]) for node in graph.node if node.op_type == "Attention")
 
 
 # ------------------------------------------------------------------------------------------------------------ failures

@@ -9,22 +9,27 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from doubles.machines import H200, NO_GPU, Probe
 from doubles.recorded import PLAN, RecordedLibrary
 
-from llmc.bundle import Manifest, read_bundle, verify_files, write_manifest
+from llmc.bundle import EngineConfig, Manifest, read_bundle, verify_files, write_manifest
 from llmc.errors import BundleError, GpuError, ResourceError, UsageError
 from llmc.optimize.build import build
 from llmc.optimize.rebuild import rebuild
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.publish import file_entries
-from llmc.runtime import load
+from llmc.runtime import Model, load
 from llmc.runtime.model import verify
+from llmc.runtime.sessions import Batch
 from llmc.runtime.sessions.tensorrt.engine import platform_name
 
 NAME = "qwen2-tied-bf16"
-SMALL = {"max_context": 64, "max_batch": 2}
+# Room for a long golden prompt of 96 tokens.
+SMALL = {"max_context": 128, "max_batch": 2}
+# Positions that the other golden prompts and their answers do not reach, and an error of logits beyond any tolerance.
+FAR, WRONG = 48, 8.0
 OLD_PLAN = b"an engine of the machine before"
 ENGINE_FILES = ("engine.plan", "build-log.json")
 
@@ -112,7 +117,7 @@ def check_whole(folder: Path) -> Manifest:
     assert list(verify_files(folder, manifest)) == list(manifest.files)
     assert {path.name for path in folder.iterdir()} == {*manifest.files, "llmc.json"}
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-    assert verify(folder, emulate=True).equal_tokens == 64
+    assert verify(folder, emulate=True).equal_tokens == 96
     return manifest
 
 
@@ -153,6 +158,59 @@ def test_an_engine_of_another_machine_is_replaced_and_run(
         next(i for i, step in enumerate(steps) if step.startswith(part)) for part in ("hashed", "building", "golden")
     ]
     assert order == sorted(order)
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, borders: tuple[str, ...]) -> None:
+    """Let engines with one of these borders compute steps far into a text wrongly, as TensorRT 11.2 was seen to do."""
+
+    def load_spoiled(folder: Path, **_: Any) -> Model:
+        model = load(folder, self_test=False, emulate=True)
+        session, run = model.runner.session, model.runner.session.run
+
+        def spoiled_run(batch: Batch) -> Any:
+            logits = run(batch)
+            far = batch.input_ids.shape[1] == 1 and batch.past_lengths.max() >= FAR
+            return logits + WRONG * (np.arange(logits.shape[-1]) % 2) if far else logits
+
+        if engine_of(model.manifest).border in borders:
+            monkeypatch.setattr(session, "run", spoiled_run)
+        return model
+
+    monkeypatch.setattr("llmc.optimize.rebuild.load", load_spoiled)
+
+
+def engine_of(manifest: Manifest) -> EngineConfig:
+    assert manifest.engine is not None
+    return manifest.engine
+
+
+def test_an_engine_whose_steps_far_into_a_text_are_wrong_is_built_with_float32_at_attentions_border(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], monkeypatch: pytest.MonkeyPatch
+):
+    folder = bundle()
+    machine(H200)
+    spoil(monkeypatch, ("",))
+    before = (folder / "decoder.onnx").read_bytes()
+    other = folder.with_name("other")
+    rebuild(folder, other)
+    assert (folder / "decoder.onnx").read_bytes() == before, "the source stays, though files are shared with it"
+    shutil.rmtree(folder)
+    engine = engine_of(check_whole(other))
+    assert (engine.border, engine.attention, engine.verified) == ("float32", "fused", "device")
+    machine(H200)
+    assert engine_of(rebuild(other, other, force=True).manifest).border == "float32", "it is tried first from now on"
+
+
+def test_an_engine_that_is_wrong_with_any_border_is_refused(
+    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], monkeypatch: pytest.MonkeyPatch
+):
+    folder = bundle(engine=True)
+    before = contents(folder)
+    machine(H200)
+    spoil(monkeypatch, ("", "float32"))
+    with pytest.raises(BundleError, match=r"logits differ by 8 "):
+        rebuild(folder, folder, force=True)
+    assert contents(folder) == before
 
 
 @pytest.mark.parametrize("links", [True, False])

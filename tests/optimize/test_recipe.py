@@ -257,7 +257,24 @@ def test_a_budget_is_taken_limit_by_limit():
 def test_four_bits_take_what_the_target_and_calibration_allow(target, calibrated, expected):
     found, _ = resolve(Request(precision="int4"), capabilities(target), 2048, "x", calibrated)
     assert (found.scheme, found.block_size, found.symmetric, found.layers) == expected
-    assert found.head == "int8"
+    assert found.head == ("fp16" if target == "tensorrt" else "int8")
+
+
+@pytest.mark.parametrize(
+    ("target", "precision", "source_head"),
+    [
+        ("cpu", "int8", "int8"),
+        ("cuda", "int8", "int8"),
+        # TensorRT documents weights alone in integers for int4 only, TensorRT-RTX for int8 as well.
+        ("tensorrt", "int4", "fp16"),
+        ("tensorrt-rtx", "int8", "int8"),
+    ],
+)
+def test_the_default_precision_is_one_that_the_target_documents(target: str, precision: str, source_head: str):
+    found, _ = resolve(Request(), capabilities(target), 2048, "x")
+    assert found.precision == precision
+    coded, _ = resolve(Request(), capabilities(target), 2048, "x", coded=True)
+    assert (coded.precision, coded.head) == ("source", source_head)
 
 
 def test_what_is_asked_for_beats_the_defaults_of_four_bits():

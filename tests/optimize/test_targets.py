@@ -31,7 +31,7 @@ def test_the_documentation_has_the_table():
     for name, _, *firsts in rows:
         for target, first in zip(found, firsts, strict=True):
             if first:
-                found[target][name.split("`")[1].removeprefix("--")] = first.strip(" *")
+                found[target][name.split("`")[1].removeprefix("--")] = first.strip(" *†")
     assert found == PRECISIONS
 
 

@@ -11,7 +11,7 @@ from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.linears import replace_weight
 from llmc.optimize.lower.raising import find_vector, find_weight, head_scales, norm_nodes
-from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, nodes_of, replace, scalar, vector
+from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, emit_conversion, nodes_of, replace, scalar, vector
 from llmc.optimize.lower.rotary import Pair, rotary_tables, rotations, table_pair
 from llmc.optimize.lower.tensorrt.heads import attend, heads, mask_of, merge_heads, split
 from llmc.optimize.lower.tensorrt.slots import Slots
@@ -51,6 +51,17 @@ def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
             scale = scalar(graph, node.attributes["scale"].as_float(), context.array_type)
             output = emit("Attention", emit("Mul", query, scale), *seen, mask, scale=1.0)
         replace(node, merge_heads(emit, output), *presents)
+    return len(attentions)
+
+
+def widen_attention(graph: ir.Graph, kind: ir.DataType) -> int:
+    """Give every Attention of a lowered graph of this type its query, keys and values in float32; the mask is bool."""
+    attentions = list(nodes_of(graph, "Attention"))
+    for node in attentions:
+        emit = Emitter(node, f"{node.name}.float32", main="Attention")
+        wide = [emit_conversion(emit, value, kind, ir.DataType.FLOAT) for value in node.inputs[:3] if value is not None]
+        output = emit("Attention", *wide, node.inputs[3], scale=1.0)
+        replace(node, emit_conversion(emit, output, ir.DataType.FLOAT, kind))
     return len(attentions)
 
 

@@ -123,7 +123,7 @@ def integer_columns(linear: Linear, grid: Grid, context: LoweringContext) -> lis
     if grid.bits == 4 and linear.outputs % 2:
         raise BuildError(
             f"{linear.module}: TensorRT packs int4 weights in pairs of outputs, and there are {linear.outputs}; "
-            'store it otherwise: layers = {"' + linear.module + '" = "int8"}'
+            'store it otherwise: layers = {"' + linear.module + '" = "fp16"}'
         )
     dtype = context.array_type
     kind = np.dtype(np.int8 if grid.bits == 8 else ml_dtypes.int4)
@@ -185,6 +185,6 @@ def fit_grid(grid: Grid, inputs: int, name: str) -> Grid:
     if block is None:
         raise BuildError(
             f"{name}: none of 128, 64 and 32 divides its {inputs} inputs, and TensorRT takes only whole blocks of int4 "
-            'weights; store it otherwise: layers = {"' + name + '" = "int8"}'
+            'weights; store it otherwise: layers = {"' + name + '" = "fp16"}'
         )
     return replace(grid, block=block)

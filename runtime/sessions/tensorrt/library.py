@@ -15,6 +15,7 @@ from llmc.bundle import version
 from llmc.errors import GpuError, MissingExtraError, UsageError, install_command, require, text_of
 
 log = logging.getLogger(__name__)
+INFO = "INFO"
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ _DRIVER = "install NVIDIA's driver, or free the GPU if it is out of memory; llmc
 
 @dataclass(frozen=True)
 class Message:
-    """A message that a library logged; ``severity`` is INTERNAL_ERROR, ERROR or WARNING."""
+    """A message that a library logged; ``severity``: INTERNAL_ERROR, ERROR, WARNING, or INFO for what was expected."""
 
     severity: str
     text: str
@@ -45,7 +46,7 @@ class Message:
     @property
     def is_error(self) -> bool:
         """True of what the library calls an error."""
-        return self.severity != "WARNING"
+        return self.severity in ("INTERNAL_ERROR", "ERROR")
 
 
 class Log:

@@ -131,6 +131,7 @@ def test_the_message_names_what_can_meet_the_budget(most, better):
         ({"precision": "source"}, "phases = 'shared' in the recipe"),
         ({"precision": "source", "phases": "shared"}, "--fp32"),
         ({"compute": "float16"}, "--int8"),
+        ({"compute": "float16", "head": "fp16"}, "--fp16"),
         ({"compute": "float16", "precision": "int8"}, "--fp16"),
     ],
 )

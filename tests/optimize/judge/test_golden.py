@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from llmc.bundle import LARGEST_TOLERANCE, read_bundle, write_manifest
-from llmc.errors import BuildError, MissingExtraError, ResourceError
+from llmc.errors import BuildError, BundleError, MissingExtraError, ResourceError
 from llmc.optimize.build import build
 from llmc.optimize.judge import replay as apart
-from llmc.optimize.judge.golden import Golden, run_golden_prompts, tolerance
+from llmc.optimize.judge.golden import LONG_PROMPT, Golden, run_golden_prompts, run_long_prompt, tolerance
 from llmc.optimize.judge.replay import replay_apart
 from llmc.runtime import Model, load
-from llmc.runtime.selftest import LOGIT_TOLERANCE, replay
+from llmc.runtime.selftest import LOGIT_TOLERANCE, LONG_STEPS, replay
 from llmc.runtime.sessions import Batch
 from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
 
@@ -68,6 +68,34 @@ def test_the_spread_is_the_largest_difference_between_calls_and_planted_ones_sho
     longest = max(len(case.prompt) for case in model.manifest.golden)
     wanted = SKEW * (longest - 1)  # a whole prompt beside one token
     assert run_golden_prompts(model, tiny_export).spread == pytest.approx(wanted, abs=alone + 0.01)
+
+
+def test_a_long_prompt_is_fed_in_chunks_and_in_steps_and_an_error_of_far_steps_shows(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+):
+    [case] = run_long_prompt(model)
+    assert (len(case.prompt), len(case.tokens)) == (LONG_PROMPT, LONG_STEPS)
+    assert LONG_PROMPT - LONG_STEPS >= 1024
+    model.manifest = replace(model.manifest, golden=(case,))
+    assert replay(model).equal_tokens == LONG_STEPS
+    with pytest.raises(BundleError, match="no golden prompts"):
+        replay(model, long=False)
+    run = OnnxRuntimeSession.run
+
+    def forgetful(session: OnnxRuntimeSession, batch: Batch) -> np.ndarray:
+        logits = run(session, batch)
+        far = batch.input_ids.size == 1 and batch.past_lengths.max() > 1024
+        return logits + 2 * LOGIT_TOLERANCE * (np.arange(logits.shape[-1]) % 2) if far else logits
+
+    monkeypatch.setattr(OnnxRuntimeSession, "run", forgetful)
+    with pytest.raises(BundleError, match=r"logits differ by 0\.5"):
+        replay(model)
+
+
+@pytest.mark.parametrize(("context", "length"), [(2048, LONG_PROMPT), (256, 224), (64, 32), (56, None)])
+def test_a_long_prompt_is_as_long_as_the_context_allows(model: Model, context: int, length: int | None):
+    model.runner.max_context = context
+    assert [len(case.prompt) for case in run_long_prompt(model)] == ([length] if length else [])
 
 
 @pytest.mark.parametrize(("spread", "wanted"), [(0.0, 0.25), (0.12, 0.25), (0.3, 0.6), (9.0, LARGEST_TOLERANCE)])

@@ -12,6 +12,7 @@ from doubles.engines import build_decoder
 
 from llmc.bundle import EngineConfig, Profile
 from llmc.errors import BuildError, ResourceError
+from llmc.optimize.tensorrt.ladder import rewrite_border
 from llmc.optimize.tensorrt.messages import remarks
 from llmc.optimize.tensorrt.monitor import Monitor
 from llmc.optimize.tensorrt.network import Network, read_graph
@@ -40,6 +41,15 @@ def test_the_keys_of_attention_are_read_as_they_lie(rtx: Any, decoder: Path, con
     assert [name.partition("]")[0][-11:] for name in _read_by_attention(network)] == ["ElementWise"] * 2
     network.refine()
     assert _read_by_attention(network) == ["q_turned", "keys"]
+
+
+def test_attention_between_casts_to_float32_is_still_one_kernel(rtx: Any, decoder: Path, config: EngineConfig):
+    """In float32 throughout it is several; so the library may have taken the casts into its kernel for float16."""
+    rewrite_border(decoder, "float32", "float16")
+    network = Network(rtx, rtx.Builder(logger(rtx).native), decoder, read_graph(decoder, CAPACITY))
+    [attention] = network.refine()
+    assert {attention.get_input(index).dtype.name for index in range(3)} == {"FLOAT"}
+    assert build_decoder(rtx, decoder, config).attention == "fused"
 
 
 def _read_by_attention(network: Network) -> list[str]:

@@ -126,6 +126,7 @@ def check_native(built: Built) -> None:
     whole = [node for node in built.graph if node.op_type == "Attention"]
     assert built.layers["ATTENTION_INPUT"] == built.layers["ATTENTION_OUTPUT"] == len(whole)
     assert len(whole) == (0 if built.geometry.model_type == "gemma2" else layers)  # softcaps are in basic operators
+    assert (built.report.attention == "basic") == (not whole)
     heads = {cache.shape for cache in built.geometry.caches}
     assert {shape for shape, _ in built.caches} == {(-1, kv_heads, CAPACITY, head_dim) for kv_heads, head_dim in heads}
     assert remarks(built.report.messages) == ()
@@ -172,6 +173,7 @@ def test_other_types_are_built(compute: str, built: Callable[..., Built]):
     engine = built("llama-biases", Computed(), compute=compute)
     check_native(engine)
     assert cache_types(engine) == {"FLOAT" if compute == "float32" else "BF16"}
+    assert engine.report.attention == ("decomposed" if compute == "float32" else "fused")
 
 
 def test_integer_activations_are_built(built: Callable[..., Built]):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from doubles.engines import build_decoder
-from doubles.recorded import PLAN, RecordedLibrary
+from doubles.recorded import NO_KERNEL, PLAN, RecordedLibrary
 
 from llmc.bundle import EngineConfig
 from llmc.errors import BuildError, GpuError, ResourceError
@@ -21,10 +21,27 @@ def test_it_takes_our_calls(decoder: Path, config: EngineConfig):
     report = build_decoder(library, decoder, config)
     assert decoder.with_name("engine.plan").read_bytes() == PLAN
     assert report.aliases["present.0.key"] == "past_key_values.0.key"
-    assert library.arguments("IAttention", "decomposable=") == [(True,)]
+    assert (report.attention, library.arguments("IAttention", "decomposable=")) == ("fused", [(False,)])
     strongly_typed = 1 << int(library.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     assert library.arguments("Builder", "create_network") == [(strongly_typed,)]
     assert library.arguments("IBuilderConfig", "clear_flag") == [(library.BuilderFlag.TF32,)]
+
+
+def test_attention_without_a_kernel_is_decomposed_and_the_report_says_so(decoder: Path, config: EngineConfig):
+    library = RecordedLibrary(fuses=False)
+    report = build_decoder(library, decoder, config)
+    assert decoder.with_name("engine.plan").read_bytes() == PLAN
+    assert (report.attention, library.arguments("IAttention", "decomposable=")) == ("decomposed", [(False,), (True,)])
+    assert [(message.severity, message.text) for message in report.messages] == [("INFO", NO_KERNEL)]
+    assert remarks(report.messages) == ()
+
+
+@pytest.mark.parametrize("text", ["no kernel for n.mixed", "cannot compile for sm75: datatypes: b16"])
+def test_no_other_failure_lets_attention_be_decomposed(text: str, decoder: Path, config: EngineConfig):
+    library = RecordedLibrary(builds=False, log=(("ERROR", text),))
+    with pytest.raises(BuildError, match=text):
+        build_decoder(library, decoder, config)
+    assert library.arguments("IAttention", "decomposable=") == [(False,)]
 
 
 def test_every_option_is_one_that_it_has(decoder: Path, config: EngineConfig):

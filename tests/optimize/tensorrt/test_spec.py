@@ -229,7 +229,7 @@ class Builder:
     ) -> EngineReport:
         self.engines.append((spec, profiles))
         output.write_bytes(b"engine")
-        return EngineReport(self.aliases, (Message("WARNING", "the engine's"),))
+        return EngineReport(self.aliases, (Message("WARNING", "the engine's"),), "fused")
 
 
 @pytest.fixture
@@ -254,7 +254,7 @@ def test_the_builder_gets_what_was_resolved_and_the_manifest_says_it(
     assert profiles == profiles_of(spec.config)
     config = spec.config
     assert (config.optimization_level, config.workspace) == (2, None)
-    assert (plan.file, plan.log) == ("engine.plan", "build-log.json")
+    assert (plan.file, plan.log, plan.attention) == ("engine.plan", "build-log.json", "fused")
     assert json.loads((tmp_path / plan.log).read_text()) == [["WARNING", "the engine's"]]
     assert (plan.compute, plan.compute_capabilities, plan.verified) == ("float16", ("9.0",), "no")
     assert (plan.workspace, plan.optimization_level) == (None, 2), "to be asked for again by a rebuild"
@@ -307,6 +307,7 @@ def save(tmp_path: Path, manifest: Manifest) -> Callable[..., Path]:
         {"prefill": Profile(1, 64, 32)},
         {"compute_capabilities": ("8.7; reboot",)},
         {"workspace": 0},
+        {"border": "int8"},
     ],
     ids=str,
 )

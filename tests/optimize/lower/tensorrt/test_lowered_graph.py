@@ -6,6 +6,7 @@ import pytest
 from doubles.lowerings import difference, relative_difference, varied
 
 from llmc.optimize.lower.context import Computed, Float8, QuantConfig, WeightOnly
+from llmc.optimize.lower.tensorrt.native import widen_attention
 from llmc.optimize.quantize.grid import Grid
 
 # Largest absolute difference of logits (up to 9) in float32, of graphs with the same weights. Both sum in different
@@ -205,6 +206,17 @@ def check_half(case, weights, lowering, decoder, portable, ids) -> None:
 @varied
 def test_float16_equals_the_portable_graph_up_to_rounding(case, lowering, decoder, portable, ids):
     check_half(case, "float", lowering, decoder, portable, ids)
+
+
+def test_float32_at_attentions_border_changes_rounding_alone(exported, lowering, decoder, portable, ids):
+    case = exported("mistral-window-wide-heads")
+    lowered = lowering(case.export, compute="float16").finish()
+    wanted = decoder(portable(lowered))(ids)
+    assert widen_attention(lowered.graph, ir.DataType.FLOAT16) == len(lowered.nodes("Attention")) > 0
+    for node in lowered.nodes("Attention"):
+        casts = [value.producer() for value in node.inputs[:3]]
+        assert {(cast.op_type, cast.attributes["to"].as_int()) for cast in casts} == {("Cast", ir.DataType.FLOAT)}
+    assert relative_difference(decoder(lowered.write())(ids, PIECES["chunks"]), wanted) <= HALF_TOLERANCE
 
 
 @pytest.mark.parametrize("name", SOME[:1])
