@@ -187,9 +187,8 @@ def read_result(output: str) -> dict[str, Any]:
             except ValueError:  # not ours
                 continue
     # ONNX Runtime names the kernel of each attention node where ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO is set.
-    attention = (re.sub(r" ?Node=\S+", "", line) for line in output.splitlines() if line.startswith("Operator="))
-    if kernels := sorted(set(attention)):
-        result["attention"] = kernels[:8]
+    if kernels := sorted(set(re.findall(r"SdpaKernel=(\w+)", output))):
+        result["attention"] = kernels
     return result
 
 

@@ -1,16 +1,12 @@
 """Remove other GPUs' machine code from a CUDA library, so that it packs small enough to be carried.
 
-    python trim.py LIBRARY.so OUT.so 90        # keep sm_90; several: 86,90
-
 The payloads of other architectures become zeros, which pack to nothing. Headers and sizes stay, so the file loads as
 before and runs on the kept architectures alone. For transport of openly licensed libraries; not for publishing.
 """
 
 import struct
-import sys
 from collections import Counter
 from collections.abc import Collection, Iterator
-from pathlib import Path
 
 MAGIC = 0xBA55ED50  # of a container of machine code ("fatbin")
 SECTIONS = (b".nv_fatbin", b"__nv_relfatbin")
@@ -62,15 +58,3 @@ def list_sections(data: bytearray) -> Iterator[tuple[int, int]]:
         text = strings + name
         if bytes(data[text : data.index(0, text)]) in SECTIONS:
             yield offset, offset + length
-
-
-def main() -> None:
-    library, out, keep = sys.argv[1:4]
-    data = bytearray(Path(library).read_bytes())
-    for architecture, size in sorted(trim(data, {int(each) for each in keep.split(",")}).items()):
-        print(f"sm_{architecture}: {size / 1e6:.1f} MB")
-    Path(out).write_bytes(data)
-
-
-if __name__ == "__main__":
-    main()

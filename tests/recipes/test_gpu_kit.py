@@ -132,6 +132,7 @@ BAD = {
     "raises": ("raise ValueError('why')", "ended with 1: ValueError: why"),
     "garbage": ("print('{ no json'); print('\\x00\\xff{')", "printed no result"),
     "not finite": ('print(\'{"problems": [], "value": NaN}\')', "ok"),
+    "kernels": ("print('{\"a\": 1}'); print('Operator=GroupQueryAttention SdpaKernel=XQA NumSplits=2')", "ok"),
     "problem": ('print(\'{"problems": ["wrong"]}\')', "wrong"),
     "leaves a child": ("import subprocess; subprocess.Popen(['sleep', '60']); print('{\"a\": 1}')", "ok"),
 }
@@ -151,6 +152,7 @@ def test_an_item_that_hangs_crashes_or_prints_garbage_is_recorded_and_the_rest_g
         name: state for name, (_, state) in BAD.items()
     }
     assert results["hangs"]["result"] == {"first": 1}
+    assert results["kernels"]["result"] == {"a": 1, "attention": ["XQA"]}
     assert results["not finite"]["result"] == {"value": "NaN"}
 
 
