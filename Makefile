@@ -20,13 +20,18 @@ READY := $(VENV)/.ready
 GPU ?= .venv-gpu
 SERVES := $(VENV)/.serves
 
-.PHONY: demo test check format gpu clean
+.PHONY: demo test check format gpu clean gpu-library
 
 demo: $(SERVES)  ## fetch SmolLM2-135M, export, build (int8, int4), ask it something; offline the model of recipes/tiny
 	$(BIN)/python recipes/demo.py
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
+
+# Tests of the CUDA session then run on the real provider, without a GPU.
+gpu-library: $(READY)  ## fetch ONNX Runtime's library for GPUs, 255 MB, into build/gpu-library
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/gpu-library \
+		onnxruntime-gpu==1.31.1
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -5,15 +5,17 @@ from pathlib import Path
 
 from llmc.bundle import CACHE_BYTES, MOST_CANDIDATES, DeviceMemory, EngineConfig, Geometry, Limits, MemoryPlan, Recipe
 from llmc.inventory import HEAD
-from llmc.optimize.lower.context import Computed, choose_embedding_config, quant_configs
+from llmc.optimize.lower.context import Computed, Float16, Float32, choose_embedding_config, quant_configs
 from llmc.optimize.plan.memory import HOST, INTERPRETER, LOGITS_COPIES, MB, activation_bytes, linear_bytes
 from llmc.runtime.bench.stages import TOKENIZER_FACTOR
 from llmc.runtime.sessions.tensorrt.steps import KEPT_STEPS
 
 # The driver's context and the libraries' kernels: 300 to 600 MB are usual.
 CONTEXT = 500 * MB
-# Scores of attention, and what a softmax makes of them.
-SCORES = 2
+FLOATS = (Computed, Float16, Float32)
+# Arrays of scores that attention made of basic operators keeps: TensorRT's at most the products and their softmax, ONNX
+# Runtime's the masked ones, too. In float16 ONNX Runtime's kernels keep none.
+SCORES, MASKED_SCORES = 2, 3
 # ONNX Runtime's CUDA kernels expand integer weights in pieces of at most so much where a call has several rows.
 EXPANDED = 256 * MB
 # While it loads, it times its fast kernels with as many rows, for each product on a copy of its weights.
@@ -40,9 +42,9 @@ def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe) -> DeviceMem
     size = CACHE_BYTES[recipe.compute]
     stored = next(iter(quant_configs(recipe, geometry).values()))
     embedding = choose_embedding_config(stored, geometry.tied_head)
-    shared = geometry.tied_head and isinstance(stored.of(HEAD), Computed)  # the head reads the table, transposed
+    shared = geometry.tied_head and isinstance(stored.of(HEAD), FLOATS)  # the head reads the table, transposed
     chunk = min(limits.prefill_chunk, limits.max_context)
-    scores = size * SCORES * geometry.most_heads * chunk * limits.max_context
+    attention = attention_bytes(geometry, recipe, chunk, limits.max_context)
     blocked = recipe.phases == "shared" and recipe.block_size > 0
     largest = max(geometry.linears, key=lambda linear: linear.size)
     expanded = min(EXPANDED, size * largest.size) if blocked else 0
@@ -53,10 +55,20 @@ def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe) -> DeviceMem
     return DeviceMemory(
         context=CONTEXT,
         weights=sum(linear_bytes(linear, config, compute=size) for linear, config in held),
-        workspace=max(activation_bytes(geometry, chunk, size) + scores + expanded + recorded, timed),
+        workspace=max(activation_bytes(geometry, chunk, size) + attention + expanded + recorded, timed),
         cache_per_token=geometry.cache_bytes(1, bytes_per_value=size),
         logits=ROW_COPIES * 4 * geometry.vocab_size + CANDIDATE * MOST_CANDIDATES,
     )
+
+
+def attention_bytes(geometry: Geometry, recipe: Recipe, chunk: int, context: int) -> int:
+    """Bytes that attention takes beside inputs and outputs: ``chunk`` tokens of a row of ``context`` positions."""
+    size = CACHE_BYTES[recipe.compute]
+    if recipe.phases == "shared" and recipe.compute == "float16":
+        # Wide heads, and GPUs before 8.0, have a kernel that wants keys and values for every head.
+        return 2 * size * max((each.heads * each.head_dim for each in geometry.attentions), default=0) * context
+    arrays = MASKED_SCORES if recipe.phases == "shared" else SCORES
+    return size * arrays * geometry.most_heads * chunk * context
 
 
 def with_engine(plan: DeviceMemory, folder: Path, engine: EngineConfig | None) -> DeviceMemory:

@@ -36,62 +36,6 @@ COPIED, LEAST_COPIED = 1 << 30, 64 << 20
 COPIES = 20
 
 
-class RecordingLock:
-    """Keeps a recording of one thread apart from CUDA calls of the others. Any thread may use it.
-
-    ONNX Runtime records CUDA graphs in global mode: a call of another thread that takes or frees memory, or waits for
-    the GPU, fails then (CUDA's error 900) and spoils the recording. Calls share the lock and wait while another thread
-    records; a recording never waits, so no deadlock is possible: ``with`` yields whether it may begin now.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._calls = 0
-        self._recorder: int | None = None
-        self._shared = _SharedLock(self)
-
-    def __enter__(self) -> bool:
-        """True if this thread alone may call CUDA from here on; False while other threads do."""
-        with self._lock:
-            if self._calls or self._recorder is not None:
-                return False
-            self._recorder = threading.get_ident()
-            return True
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            if self._recorder == threading.get_ident():
-                self._recorder = None
-                self._changed.notify_all()
-
-    def shared(self) -> "_SharedLock":
-        """Call CUDA within, once no other thread records."""
-        return self._shared
-
-
-class _SharedLock:
-    """The half of the lock for calls. Each step takes it some times, so it is no generator."""
-
-    def __init__(self, whole: RecordingLock) -> None:
-        self._whole = whole
-
-    def __enter__(self) -> bool:
-        whole = self._whole
-        with whole._lock:
-            while whole._recorder is not None and whole._recorder != threading.get_ident():
-                whole._changed.wait()
-            whole._calls += 1
-        return True
-
-    def __exit__(self, *_: object) -> None:
-        with self._whole._lock:
-            self._whole._calls -= 1
-
-
-RECORDING = RecordingLock()
-
-
 @dataclass(frozen=True)
 class DeviceInfo:
     """A GPU: its compute capability, as 8.7, memory in bytes, and the newest CUDA that the driver speaks, as 13.0.
@@ -172,9 +116,15 @@ class Driver:
         )
 
     def activate(self) -> None:
-        """Make the context current on this thread, for libraries that then call CUDA themselves; once for each."""
+        """Make this thread ready for CUDA calls, also those of libraries; once for each thread.
+
+        ONNX Runtime records CUDA graphs in global mode, in which calls of all other threads that take memory or wait
+        fail (error 900) and spoil the recording. Threads in thread-local mode are exempt.
+        """
         if not getattr(self._local, "active", False):
             self._call("using the GPU", "cuCtxSetCurrent", self._context)
+            own = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+            self._call("using the GPU", "cuThreadExchangeStreamCaptureMode", own)
             self._local.active = True
 
     def memory_info(self) -> tuple[int, int]:
@@ -312,8 +262,10 @@ class Driver:
     def _call(self, doing: str, function: str, *arguments: Any) -> Any:
         """The values of a call of the API without its CUresult: nothing, one, or a tuple."""
         call: Callable[..., tuple[Any, ...]] = getattr(self._api, function)
-        with RECORDING.shared():
+        try:
             code, *values = call(*arguments)
+        except ValueError as error:  # the driver is newer than the bindings, which do not know its code
+            raise GpuError(f"{doing} failed ({error}); see llmc doctor") from error
         if int(code):
             raise self._error(doing, int(code), _name(code))
         return values[0] if len(values) == 1 else tuple(values)

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ import onnx
 import onnxruntime as ort
 from doubles.cuda import FakeDriver, RuleBrokenError
 
-from llmc.runtime.host.cuda import RECORDING
 from llmc.runtime.sessions.onnxruntime.cuda_provider import PROVIDER
 
 
@@ -29,7 +27,6 @@ class FakeOnnxRuntime:
         version: of the library.
         falls_back: the provider cannot be loaded, which the library only says on the terminal.
         records: the provider can record the graph.
-        astray: operators that it computes on the CPU.
 
     Attributes:
         failure: raised by the next run, if any.
@@ -37,7 +34,6 @@ class FakeOnnxRuntime:
         during_recording: called while a run is recorded.
         runs: numbers of the recordings that runs asked for.
         replays: how many runs were replays of a recording.
-        released: recordings that were let go.
         preloaded: folders that were searched for CUDA's libraries; None is beside the library itself.
     """
 
@@ -52,10 +48,9 @@ class FakeOnnxRuntime:
         version: str = ort.__version__,
         falls_back: bool = False,
         records: bool = True,
-        astray: tuple[str, ...] = (),
     ) -> None:
         self.driver, self.providers, self.__version__ = driver, providers, version
-        self.falls_back, self.records, self.astray = falls_back, records, astray
+        self.falls_back, self.records = falls_back, records
         self.failure: Exception | None = None
         self.during_recording: Callable[[Any], None] = lambda capture: None
         self.settings: Any = None
@@ -63,7 +58,11 @@ class FakeOnnxRuntime:
         self.options: dict[str, str] = {}
         self.runs: list[int] = []
         self.replays = 0
-        self.released: list[int] = []
+
+    def check_thread(self) -> None:
+        """Refuse CUDA calls of a thread that would spoil what another one records."""
+        if not self.driver.is_active():
+            raise RuleBrokenError("this thread was not activated")
 
     def get_available_providers(self) -> list[str]:
         return list(self.providers)
@@ -78,8 +77,7 @@ class FakeOnnxRuntime:
         [(name, self.options)] = providers
         assert (name, enable_fallback) == (PROVIDER, 0)
         self.settings = settings
-        if not RECORDING._calls:
-            raise RuleBrokenError("another thread may record while this one builds a session, which takes memory")
+        self.check_thread()
         if self.options["enable_cuda_graph"] == "1" and not self.records:
             raise RuntimeError("This session cannot use the graph capture feature as requested by the user as nodes")
         check_packed(onnx.load(path, load_external_data=False).graph)
@@ -99,20 +97,6 @@ def check_packed(graph: onnx.GraphProto) -> None:
         raise RuleBrokenError(f"several products read one activation, {shared[0]}")
 
 
-@dataclass
-class FakeNode:
-    op_type: str
-
-
-@dataclass
-class FakePart:
-    ep_name: str
-    nodes: tuple[FakeNode, ...]
-
-    def get_nodes(self) -> tuple[FakeNode, ...]:
-        return self.nodes
-
-
 class FakeSession:
     """A graph on the fake GPU. A recording is run twice when it is made, as ONNX Runtime warms up before."""
 
@@ -124,14 +108,14 @@ class FakeSession:
     def get_providers(self) -> list[str]:
         return ["CPUExecutionProvider"] if self.runtime.falls_back else [PROVIDER, "CPUExecutionProvider"]
 
-    def get_provider_graph_assignment_info(self) -> list[FakePart]:
-        on_host = FakePart("CPUExecutionProvider", tuple(FakeNode(name) for name in ("Shape", *self.runtime.astray)))
-        return [on_host, FakePart(PROVIDER, (FakeNode("GroupQueryAttention"), FakeNode("Add")))]
+    def get_provider_graph_assignment_info(self) -> list[Any]:
+        return []
 
     def io_binding(self) -> "FakeBinding":
         return FakeBinding(self.runtime.driver, self.real.io_binding())
 
     def run_with_iobinding(self, binding: "FakeBinding", options: Any) -> None:
+        self.runtime.check_thread()
         if self.runtime.failure is not None:
             raise self.runtime.failure
         number = int(options.get_run_config_entry("gpu_graph_id"))
@@ -157,8 +141,6 @@ class FakeSession:
 
     def _record(self) -> None:
         """Record in global mode; a recording that was spoiled is left open, and the stream with it."""
-        if RECORDING._recorder != threading.get_ident():
-            raise RuleBrokenError("another thread may call CUDA while this one records")
         capture = self.runtime.driver.begin_global_capture(self.stream)
         self.runtime.during_recording(capture)
         if capture.spoiled:
@@ -169,10 +151,6 @@ class FakeSession:
         for address, size in binding.places.values():
             self.runtime.driver.check_device(address, size)
         self.real.run_with_iobinding(binding.real)
-
-    def release_captured_graph(self, number: int) -> None:
-        self.runtime.released.append(number)
-        self.recorded = {key: binding for key, binding in self.recorded.items() if key[1] != number}
 
 
 class FakeBinding:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from doubles.null_cuda import compile_library
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
@@ -32,6 +33,12 @@ CORPUS = [
     "def f(x):\n    return x + 1\n",
     "naïve café 北京 🎉🎉 123",
 ] * 20
+
+
+@pytest.fixture(scope="session")
+def null_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """CUDA without a device, a folder for a child's LD_LIBRARY_PATH."""
+    return compile_library(tmp_path_factory.mktemp("null_cuda")) or pytest.skip("no C compiler is here")
 
 
 @pytest.fixture(scope="session")

@@ -144,8 +144,20 @@ class DeviceSession(Session):
             with self._translate_errors(doing):
                 yield
         except GpuError as error:
+            if not error.lost:
+                self._raise_loss(error)
             self._lost = str(error) if error.lost else None
             raise
+
+    def _raise_loss(self, error: GpuError) -> None:
+        """Ask the driver whether the context is lost: an engine's words of a failure need not tell."""
+        try:
+            if self._stream:
+                self._driver.synchronize(self._stream)
+        except GpuError as loss:
+            if loss.lost:
+                self._lost = str(loss)
+                raise loss from error
 
     def _translate_errors(self, doing: str) -> AbstractContextManager[None]:
         """Turn the engine's own exceptions into ours; ``doing`` is for the message."""

@@ -5,7 +5,8 @@ again is recorded by ONNX Runtime as a CUDA graph and replayed: the graph of the
 lengths on the device, and takes the only number that attention's host code needs from the cache's shape. So a
 recording holds for as long as the cache keeps its size and place.
 
-Not run on a GPU yet: tests run this session on a double of CUDA, with ONNX Runtime's CPU kernels behind it.
+Never run on a GPU: tests run this session on a double of CUDA, with ONNX Runtime's CPU kernels behind it, and on the
+real CUDA provider without a device.
 """
 
 import contextlib
@@ -17,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
-from llmc.errors import require
-from llmc.runtime.host.cuda import RECORDING, Driver, open_driver
-from llmc.runtime.sessions.base import Batch
+from llmc.errors import LlmcError, require
+from llmc.runtime.host.cuda import Driver, open_driver
+from llmc.runtime.sessions.base import Batch, Phase
 from llmc.runtime.sessions.cuda.blocks import Block, Part, inputs_of, size_of
 from llmc.runtime.sessions.cuda.session import DeviceSession
 from llmc.runtime.sessions.onnxruntime.cuda_provider import (
@@ -40,9 +42,7 @@ log = logging.getLogger(__name__)
 # steps, and steps with drafted tokens. In longer ones the device's work hides what it takes to start it.
 SHORT_CALL = 16
 KEPT_BINDINGS = 64
-# Not every version of ONNX Runtime can let a recording go, and each holds some memory of the driver.
-MOST_RECORDINGS = 512
-FIRST_CAPACITY = 256  # positions that a cache has at least, unless the bundle has fewer
+MOST_RECORDINGS = 512  # each holds some memory of the driver until the session is closed
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class CudaSession(DeviceSession):
     # ------------------------------------------------------------------------------------------------- loading
 
     def _open(self, manifest: Manifest) -> None:
-        self._begin(min(FIRST_CAPACITY, self._limits.max_context))
+        self._begin(self._limits.prefill_chunk)
         self._make_blocks()
         self._make_cache()
         graph = self._folder / manifest.graphs["decode"].file
@@ -106,6 +106,19 @@ class CudaSession(DeviceSession):
         self._recordings = 0
         self._thread = threading.get_ident()
         self._close_later(self._forget_graph)  # before the memory that it is bound to, and its stream
+        self._take_memory()
+
+    def _take_memory(self) -> None:
+        """Run the longest call once: ONNX Runtime's arena then has what shorter ones need.
+
+        It gives nothing back, and no piece of it serves a larger request: prompts that come in the order of their
+        lengths would take 15 times as much (a decoder of two layers, chunks of 2,048).
+        """
+        chunk = self._limits.prefill_chunk
+        self.cache.reserve(1, chunk)
+        last = np.full((1, self._short), chunk - 1)
+        self._run_call(Batch(Phase.PREFILL, np.zeros((1, chunk), np.int64), np.zeros(1, np.int64), last), whole=True)
+        self.cache.close()
 
     def _make_blocks(self) -> None:
         """Room for the inputs and outputs of short calls, and for those of a chunk that wants as few logits."""
@@ -116,8 +129,9 @@ class CudaSession(DeviceSession):
 
     def _forget_graph(self) -> None:
         self._forget_addresses()
-        with RECORDING.shared():  # ONNX Runtime frees the GPU's memory
-            del self._graph
+        with contextlib.suppress(LlmcError):  # a lost GPU; ONNX Runtime frees its memory below
+            self._driver.activate()
+        del self._graph
 
     def _translate_errors(self, doing: str) -> contextlib.AbstractContextManager[None]:
         return translate_errors(f"{self._folder}: {doing}")
@@ -135,6 +149,7 @@ class CudaSession(DeviceSession):
         return self._logits
 
     def _run_call(self, batch: Batch, whole: bool) -> NDArray[Any]:
+        self._driver.activate()
         if self._thread != threading.get_ident():  # whose recordings ONNX Runtime does not share with other threads
             self._thread = threading.get_ident()
             self._forget_addresses()
@@ -175,7 +190,7 @@ class CudaSession(DeviceSession):
             return self._bind(call, blocks, None)
         if call not in self._bound:
             if len(self._bound) == KEPT_BINDINGS:
-                self._bound.popitem(last=False)[1].close()
+                self._bound.popitem(last=False)
             self._bound[call] = self._bind(call, blocks, self._next_recording)
         self._bound.move_to_end(call)
         return self._bound[call]
@@ -200,5 +215,4 @@ class CudaSession(DeviceSession):
         return self._recordings
 
     def _forget_addresses(self) -> None:
-        while self._bound:
-            self._bound.popitem()[1].close()
+        self._bound.clear()

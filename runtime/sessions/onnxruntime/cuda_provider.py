@@ -1,6 +1,7 @@
 """ONNX Runtime's CUDA provider: found, opened without falling back to the CPU, bound by address, its errors ours.
 
-What is said here of its behaviour was read in its documentation and source (1.28 to 1.31). Not run on a GPU yet.
+What is said here of its behaviour was read in its documentation and source (1.28 to 1.31), and seen of 1.31.1 on a stub
+of CUDA. Never run on a GPU.
 """
 
 import os
@@ -23,7 +24,7 @@ import numpy as np
 
 from llmc.bundle import version
 from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, ResourceError, install_command
-from llmc.runtime.host.cuda import EMULATE, RECORDING, STICKY, Driver
+from llmc.runtime.host.cuda import EMULATE, Driver
 from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.blocks import Block, Outputs, Part, size_of
@@ -49,11 +50,13 @@ FAST_KERNELS = "ep.cuda.fpa_intb_gemm"
 # two loads need not choose the same.
 SESSION_ENTRIES = {
     FAST_KERNELS: "1",
+    # A bias that is fused into a product keeps these kernels from it.
+    "optimization.disable_specified_optimizers": "MatMulNBitsFusion",
     "session.use_device_allocator_for_initializers": "1",
     "session.record_ep_graph_assignment_info": "1",
 }
 # How ONNX Runtime words what CUDA and cuBLAS return, and memory that its arena does not get.
-FAILURE = re.compile(r"CUDA failure (\d+)|CUBLAS failure|CUDA error|CUDNN failure", re.IGNORECASE)
+FAILURE = re.compile(r"CUDA failure|CUBLAS failure|CUDA error|CUDNN failure|Failed to allocate memory", re.IGNORECASE)
 NO_MEMORY = ("Failed to allocate memory", "out of memory", "bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
@@ -99,8 +102,7 @@ def open_graph(runtime: Any, file: Path, device: int, stream: int, compute: str)
     recording = [True, False] if compute == "float16" else [False]
     for records in recording:
         try:
-            with RECORDING.shared():
-                session = _open_session(runtime, file, {**options, "enable_cuda_graph": str(int(records))})
+            session = _open_session(runtime, file, {**options, "enable_cuda_graph": str(int(records))})
         except Exception as error:
             if not records or "graph capture" not in str(error):
                 raise
@@ -132,10 +134,12 @@ def preload_library(library: Any) -> str:
 
 def _provider_options(device: int, stream: int, compute: str) -> dict[str, str]:
     return {
-        "device_id": str(device),
+        # The library prints a warning where the number is given.
+        **({"device_id": str(device)} if device else {}),
         "user_compute_stream": str(stream),
         "sdpa_kernel": str(ATTENTION_KERNELS),
-        # The arena grows by what is asked for, and not to the next power of two: memory is planned.
+        # The arena grows by what is asked for, and not to the next power of two: memory is planned, and taken by the
+        # first call (CudaSession._take_memory).
         "arena_extend_strategy": "kSameAsRequested",
         # The norms' sums in float32; in float16 the squares of large activations overflow.
         "enable_skip_layer_norm_strict_mode": "1",
@@ -148,6 +152,7 @@ def _open_session(runtime: Any, file: Path, options: dict[str, str]) -> Any:
     settings = runtime.SessionOptions()
     settings.log_severity_level = LOG_FATAL_ONLY
     settings.intra_op_num_threads = 1  # the host computes shapes
+    settings.enable_mem_pattern = False  # it doubles the arena: shapes that come again get one piece for everything
     for name, value in SESSION_ENTRIES.items():
         settings.add_session_config_entry(name, value)
     # Without that argument a provider that fails is replaced by the CPU, with a print.
@@ -177,7 +182,8 @@ Caches = tuple[Sequence[tuple[CacheTensor, int, tuple[int, ...]]], np.dtype[Any]
 class Binding:
     """A call of ``graph`` bound to its memory: inputs and outputs at ``places`` in ``blocks``, the cache in place.
 
-    ``recorder`` hands out the number of a new recording; None where the call is not worth one.
+    ``recorder`` hands out the number of a new recording; None where the call is not worth one. ONNX Runtime (1.31.1)
+    keeps recordings until its session is closed.
     """
 
     def __init__(
@@ -216,36 +222,29 @@ class Binding:
         self._block.upload(self._size, stream)
         # Its first run takes memory, which no recording can.
         if not (self._ran and self._recorder is not None and self._run_recorded(self._recorder, driver, stream)):
-            with RECORDING.shared():
-                self._run(NOT_RECORDED)
+            self._run(NOT_RECORDED)
             self._ran = True
         self.outputs.download(stream)
 
     def _run_recorded(self, recorder: Callable[[], int], driver: Driver, stream: int) -> bool:
-        """Replay the recording, or make it, where no other thread calls CUDA; False if the call is still to be run.
+        """Replay the recording, or make it; False if the call is still to be run.
 
         A recording that fails says nothing of the call, which writes the same if it is run again.
         """
-        replays = self._number != NOT_RECORDED
-        with RECORDING.shared() if replays else RECORDING as ready:
-            if not ready:
-                return False
-            number = self._number if replays else recorder()
-            if number == NOT_RECORDED:
-                self._recorder = None
-                return False
-            try:
-                self._run(number)
-            except Exception as error:
-                if _is_lost(error):
-                    raise
-                log.warning("a call is run without its CUDA graph, which failed (%s)", _line(error))
-                driver.drop_capture(stream)
-                self._number, self._failures = NOT_RECORDED, self._failures + 1
-                self._recorder = recorder if self._failures < MOST_FAILURES else None
-                return False
-            self._number = number
-            return True
+        number = recorder() if self._number == NOT_RECORDED else self._number
+        if number == NOT_RECORDED:
+            self._recorder = None
+            return False
+        try:
+            self._run(number)
+        except Exception as error:  # noqa: BLE001  # the call is run once more, and raises if that fails, too
+            log.warning("a call is run without its CUDA graph, which failed (%s)", _line(error))
+            driver.drop_capture(stream)
+            self._number, self._failures = NOT_RECORDED, self._failures + 1
+            self._recorder = recorder if self._failures < MOST_FAILURES else None
+            return False
+        self._number = number
+        return True
 
     def _run(self, number: int) -> None:
         """Run the graph; a recording is made by ONNX Runtime in several runs, of which most never return."""
@@ -254,19 +253,10 @@ class Binding:
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         self._graph.session.run_with_iobinding(self._io, options)
 
-    def close(self) -> None:
-        """Let the recording go, if ONNX Runtime can: since 1.31."""
-        release = getattr(self._graph.session, "release_captured_graph", None)
-        if self._number != NOT_RECORDED and release is not None:
-            with RECORDING.shared():
-                release(self._number)
-        self._number, self._recorder = NOT_RECORDED, None
-
 
 @contextlib.contextmanager
 def translate_errors(doing: str) -> Iterator[None]:
-    """Turn what ONNX Runtime raises into ResourceError, GpuError (``lost`` where nothing works any more) or
-    BundleError."""
+    """Turn what ONNX Runtime raises into ResourceError, GpuError or BundleError."""
     with translated_for_cpus(doing):
         try:
             yield
@@ -280,16 +270,11 @@ def translate_errors(doing: str) -> Iterator[None]:
                 ) from error
             if FAILURE.search(text) is None:
                 raise
-            lost = _is_lost(error)
-            advice = "start the process again" if lost else "see llmc doctor"
-            raise GpuError(f"{doing} failed on the GPU ({line}); {advice}", lost=lost) from error
-
-
-def _is_lost(error: Exception) -> bool:
-    """True if nothing works on the GPU any more."""
-    found = FAILURE.search(str(error))
-    return found is not None and found[1] is not None and int(found[1]) in STICKY
+            raise GpuError(f"{doing} failed on the GPU ({line}); see llmc doctor") from error
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+    """An error in one line, from what CUDA said on, which a long signature may precede."""
+    text = " ".join(str(error).split())
+    said = FAILURE.search(text)
+    return text[said.start() if said else 0 :][:300]
