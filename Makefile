@@ -17,9 +17,10 @@ export OMP_WAIT_POLICY := passive
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+GPU ?= .venv-gpu
 SERVES := $(VENV)/.serves
 
-.PHONY: demo test check format clean gpu-library
+.PHONY: demo test check format gpu clean gpu-library
 
 demo: $(SERVES)  ## fetch SmolLM2-135M, export, build (int8, int4), ask it something; offline the model of recipes/tiny
 	$(BIN)/python recipes/demo.py
@@ -42,8 +43,12 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+gpu: $(GPU)/.ready  ## on a machine with an NVIDIA GPU: all that recipes/gpu_kit asks of it
+	$(GPU)/bin/python recipes/gpu_kit/make_parts.py --bundles .gpu_kit/here
+	$(GPU)/bin/python recipes/gpu_kit/kit.py A B C --work .gpu_kit/here --out gpu_kit_results
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(GPU) .gpu_kit build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(SERVES): pyproject.toml
@@ -51,6 +56,14 @@ $(SERVES): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[cpu,export,serve]"
+	touch $@
+
+$(GPU)/.ready: pyproject.toml
+	@echo "setting up $(GPU): torch with CUDA and others, about 8 GB, some minutes"
+	$(PYTHON) -m venv $(GPU)
+	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[gpu,export,tensorrt-rtx]"
+	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check transformers safetensors pytest hypothesis
+	$(GPU)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps nxrt-ep-cuda==0.1.0.dev6
 	touch $@
 
 $(READY): $(SERVES)

@@ -174,8 +174,8 @@ TEMPLATE = (
 EXPONENTS = (115, 121)  # of MXFP4's scales: weights of about 0.02
 
 
-def write_checkpoint(geometry: dict[str, Any], folder: Path) -> None:
-    """Write config.json and random bfloat16 weights, the same ones each time, and the tokenizer's files.
+def write_checkpoint(geometry: dict[str, Any], folder: Path, tokenizer: Path = TINY) -> None:
+    """Write config.json and random bfloat16 weights, the same ones each time, and the files of a tokenizer's folder.
 
     Embedding and head are tied if the geometry does not say otherwise. Ids beyond the small model's get words of their
     own, so that every token is a piece of text, and no stream of a server is silent.
@@ -206,13 +206,13 @@ def write_checkpoint(geometry: dict[str, Any], folder: Path) -> None:
         placed |= dict.fromkeys(tensors, f"model-{prefix}.safetensors")
         part.to("meta")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
-    for path in (*TINY.glob("tokenizer*.json"), TINY / "chat_template.jinja"):
+    for path in (*tokenizer.glob("tokenizer*.json"), TINY / "chat_template.jinja"):
         shutil.copyfile(path, folder / path.name)
     fill_vocabulary(folder / "tokenizer.json", config.get_text_config().vocab_size - sees * len(SEEING))
     if sees:
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        tokenizer.add_special_tokens(list(SEEING))
-        tokenizer.save(str(folder / "tokenizer.json"))
+        seeing = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        seeing.add_special_tokens(list(SEEING))
+        seeing.save(str(folder / "tokenizer.json"))
         (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
         (folder / "chat_template.jinja").write_text(TEMPLATE)
         (folder / "processor_config.json").write_text(json.dumps(PROCESSOR))

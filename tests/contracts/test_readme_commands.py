@@ -24,6 +24,7 @@ PAGES = [
     "recipes/benchmarks/README.md",
     "recipes/benchmarks/RESULTS.md",
     "recipes/gpu.md",
+    "recipes/gpu_kit/README.md",
     "recipes/jetson.md",
     "recipes/serve/README.md",
     "CONTRIBUTING.md",
