@@ -8,7 +8,7 @@ from typing import Annotated
 from llmc.bundle.engine import Bytes, DeviceMemory, EngineConfig, Rows
 from llmc.inventory import Cache, Geometry, Index, Positions
 
-SCHEMA_VERSION = 18
+SCHEMA_VERSION = 19
 GRAPH_CONTRACT_VERSION = 6
 EXPORT_MANIFEST = "export.json"
 BUNDLE_MANIFEST = "llmc.json"
@@ -284,7 +284,6 @@ class Recipe:
         smoothing: SmoothQuant's alpha, 0 where nothing was smoothed.
         cache: float32, float16, bfloat16, int8 (a scale per tensor) or int8-channel (a scale per channel).
         layers: precision by module name pattern, for those that differ from ``precision``.
-        threads: with how many a measurement found it fastest, None where none was made.
         budget, calibration: what quality was to be kept; the text that was used, None where none was needed.
         compute: type of activations and of float weights: float32, float16 or bfloat16.
         rotated: phases whose graph has the residual stream in another basis.
@@ -303,7 +302,6 @@ class Recipe:
     smoothing: float
     cache: str
     layers: dict[str, str]
-    threads: Annotated[int, range(1, 1025)] | None
     budget: Budget
     calibration: Calibration | None
     compute: str = "float32"

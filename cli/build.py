@@ -21,7 +21,6 @@ from llmc.cli.options import (
     new_path,
     precision_options,
     recipe_option,
-    size,
     source_path,
     stages_option,
     take_precision,
@@ -32,7 +31,6 @@ from llmc.publish import refuse_to_overwrite, work_folder
 
 if TYPE_CHECKING:
     from llmc.bundle import Geometry
-    from llmc.optimize.auto.search import AutoReport
     from llmc.optimize.build import BuildReport
     from llmc.optimize.calibrate.request import CalibrationRequest
 
@@ -66,8 +64,6 @@ ASKED = ("precision", "max_context", "max_batch", "adapters", "rank", "budget", 
 @click.option("--max-kl", type=float, help="Fail if the mean KL divergence from the unquantized model is larger.")
 @click.option("--min-agreement", type=float, help="Fail if it chooses the same token less often, 0 ... 1.")
 @click.option("--max-perplexity-increase", type=float, help="Fail if perplexity grows by more, 0.02 for 2 %.")
-@click.option("--auto", "search", is_flag=True, help="Measure several recipes here and keep the fastest within budget.")
-@click.option("--max-size", type=size, help="--auto: largest bundle, as 2GB; without a budget the best one that fits.")
 @click.option("--rebuild", is_flag=True, help="SOURCE is a TensorRT bundle: compile its engine anew for this machine.")
 @click.option("--compute-capabilities", help="TensorRT-RTX: GPUs to build for, as 8.6,8.9.  [default: the library's]")
 @click.option("--deferred", is_flag=True, default=None, help="TensorRT: no engine yet; --rebuild makes it there.")
@@ -76,16 +72,7 @@ ASKED = ("precision", "max_context", "max_batch", "adapters", "rank", "budget", 
 @force_option
 @json_option
 @debug_option
-def build_command(
-    source: Path,
-    output: Path | None,
-    search: bool,
-    max_size: int | None,
-    rebuild: bool,
-    force: bool,
-    as_json: bool,
-    **choices: Any,
-) -> None:
+def build_command(source: Path, output: Path | None, rebuild: bool, force: bool, as_json: bool, **choices: Any) -> None:
     """Build a bundle from SOURCE, an export, a Hugging Face checkpoint or a GGUF file, and verify it.
 
     A checkpoint is exported on the way.
@@ -104,12 +91,7 @@ def build_command(
         return
     if output is None:
         raise click.UsageError("Missing option '-o' / '--output'.")
-    if max_size is not None and not search:
-        raise click.UsageError("--max-size is what --auto looks for; give both, or leave it out")
-    if search and choices.pop("stages"):
-        raise click.UsageError("--auto measures on this machine alone; leave it out, or --stages")
     from llmc.bundle import Budget
-    from llmc.optimize.auto.search import AutoReport, automatic
     from llmc.optimize.build import build
     from llmc.optimize.recipe import find_recipe
     from llmc.optimize.recipe.engine import EngineRequest
@@ -129,11 +111,9 @@ def build_command(
     }
     with cleanly_stopped(), show.progress() as progress, open_export(source, output, order, progress) as export:
         order["progress"] = progress
-        report = automatic(export, output, max_size=max_size, **order) if search else build(export, output, **order)
+        report = build(export, output, **order)
     if as_json:
         show.print_json(report)
-    elif isinstance(report, AutoReport):
-        print_trials(report)
     else:
         print_report(report)
 
@@ -224,30 +204,3 @@ def print_report(report: BuildReport) -> None:
         click.echo(f"the sizes above are of the last stage; before it: {', '.join(before)}")
     if manifest.engine is not None and not manifest.engine.file:
         click.echo(f"its engine is made where it is to run: llmc build --rebuild {report.output}")
-
-
-def print_trials(report: AutoReport) -> None:
-    from llmc.optimize.auto.search import NEW_TOKENS, PROMPT_TOKENS
-
-    rows = [
-        {
-            "candidate": trial.name,
-            "verdict": "kept" if trial == report.chosen else trial.reason or "fits",
-            "threads": str(trial.threads),
-            "prefill": f"{trial.prefill_tokens_per_s:.0f} tok/s",
-            "decode": f"{trial.decode_tokens_per_s:.0f} tok/s",
-            "both": f"{trial.seconds:.2f} s",
-            "memory": show.size(trial.memory),
-            "files": show.size(trial.size),
-            "KL": f"{trial.mean_kl:.4f}",
-            "agreement": f"{trial.top1_agreement:.1%}",
-            "perplexity": f"{trial.perplexity_increase:+.2%}",
-        }
-        for trial in sorted(report.trials, key=lambda trial: trial.seconds)
-    ]
-    show.print_table([*rows[0]], [[*row.values()] for row in rows], numbers=True)
-    click.echo(
-        f"both: {PROMPT_TOKENS} tokens of prompt and {NEW_TOKENS} new ones; KL, agreement, perplexity: of the worse of "
-        f"prefill and decode, on {report.judged_on}"
-    )
-    click.echo(f"wrote {report.output}")

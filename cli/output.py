@@ -140,7 +140,6 @@ def recipe(recipe: Recipe) -> str:
         f"layers {', '.join(f'{pattern} {precision}' for pattern, precision in recipe.layers.items())}": bool(
             recipe.layers
         ),
-        f"{recipe.threads} threads": recipe.threads is not None,
     }
     return f"{recipe.name}: {', '.join(part for part, said in parts.items() if said)}"
 

@@ -77,7 +77,6 @@ def build(
     calibration: CalibrationRequest | None = None,
     engine: EngineRequest | None = None,
     text: Path | None = None,
-    judged: bool = False,
     memory: int | None = None,
     force: bool = False,
     progress: Progress = silent,
@@ -100,7 +99,6 @@ def build(
         calibration: text and decoder for recipes that look at activations.
         engine: how a TensorRT engine is compiled; what it leaves open comes from the recipe.
         text: plain text, or chats as JSONL, that quality is judged on; default: a short one of llmc's.
-        judged: judge quality on a text even without a budget.
         memory: bytes that building may take; default: what is available.
         force: replace an existing bundle.
         progress: called with each step and how far it is.
@@ -118,12 +116,7 @@ def build(
     asked = Request(precision=precision, max_context=max_context, max_batch=max_batch, budget=budget, engine=engine)
     asked = replace(asked, adapters=adapters, rank=rank)
     order, wishes = take_order(
-        *(source, target, asked, recipe),
-        head=head,
-        calibration=calibration,
-        text=text,
-        judged=judged,
-        progress=progress,
+        *(source, target, asked, recipe), head=head, calibration=calibration, text=text, progress=progress
     )
     check_places(source, output)
     tokenizer, geometry = (source / TOKENIZER_FILE).stat().st_size, order.export.geometry

@@ -91,7 +91,6 @@ def take_order(
     head: Path | None = None,
     calibration: CalibrationRequest | None,
     text: Path | None,
-    judged: bool,
     progress: Progress,
 ) -> tuple[Order, EngineRequest | None]:
     """Resolve a request: options override the recipe. Returns the order, and the wishes for its engine."""
@@ -106,12 +105,12 @@ def take_order(
     able = calibration is not None and calibration.is_possible
     chosen, limits = recipes.settle(asked, geometry, abilities, name, able)
     if (geometry.encoder or geometry.head) and (
-        judged or text is not None or (calibration is not None and calibration.asked is not None)
+        text is not None or (calibration is not None and calibration.asked is not None)
     ):
         raise UsageError("a text judges and calibrates models that generate, and this one does not; leave it out")
     if geometry.head and limits.adapters:
         raise UsageError("adapters are for models that generate, and a draft head reads none; leave them out")
-    judged = judged or text is not None or bool(chosen.budget)
+    judged = text is not None or bool(chosen.budget)
     hidden = () if head is None else _list_borders(export, abilities, head)
     order = Order(source, export, abilities, chosen, limits, calibration, text, judged, progress, hidden=hidden)
     return order, asked.engine

@@ -26,9 +26,9 @@ import tomllib
 HERE = Path(__file__).resolve().parents[1]
 DEBIAN, PYTHON = "bookworm", "3.11"
 PACKAGES = f"python{PYTHON},libstdc++6,ca-certificates,coreutils,dash"
-EXTRAS = ("cpu", "build", "guided", "metrics", "tracing", "serve")
+EXTRAS = ("cpu", "build", "guided", "metrics", "serve")
 # Of the extra dev what tests of the runtime import, and none that needs torch, a browser or a GPU.
-TESTED_WITH = ("openai", "anthropic", "opentelemetry-sdk", "pytest", "hypothesis", "jsonschema")
+TESTED_WITH = ("openai", "anthropic", "pytest", "hypothesis", "jsonschema")
 TOO_LARGE = re.compile("No module named '(torch|transformers|gguf)'")  # tests that compare with these are left out
 ROOMS = ("sampling", "kv", "text", "guided", "sessions/onnxruntime/test_cpu.py", "engine", "server/openai")
 LIMIT_S = 600  # of a test

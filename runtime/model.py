@@ -94,8 +94,7 @@ def load(
 
     Args:
         bundle: the folder that ``llmc build`` wrote.
-        threads: threads for the model; default: the affinity mask, cut by the cgroup's CPU quota, and no more than
-            ``llmc build --auto`` found best on a machine of this size.
+        threads: threads for the model; default: the affinity mask, cut by the cgroup's CPU quota.
         max_context: longest sequence in tokens; default and upper bound: what the bundle was built for.
         prefill_chunk: prompt tokens per call; default and upper bound: what memory was planned for.
         self_test: replay golden prompts first; default: the shortest of them, the first time that this machine loads
@@ -129,7 +128,7 @@ def load(
         context = _in_range("max_context", max_context, fitting, limits.max_context)
         vision, most = manifest.geometry.vision, limits.prefill_chunk
         chunk = _in_range("prefill_chunk", prefill_chunk, most, most, min(most, vision.least_chunk) if vision else 1)
-        workers = _in_range("threads", threads, _default_threads(manifest.recipe.threads), 1024)
+        workers = _in_range("threads", threads, usable_threads(), 1024)
         _check_options(folder, manifest, context, engine_options, options)
         check_load(folder, manifest, context, memory)
         for part, its_manifest in {folder: manifest, **before}.items():
@@ -207,7 +206,7 @@ def verify(
         for name in verify_files(place, manifest):
             progress(f"hashed {name}")
         if not manifest.stage.is_last:
-            with closing(open_engine(place, manifest, _default_threads(threads))) as session:
+            with closing(open_engine(place, manifest, threads or usable_threads())) as session:
                 return replay_stage(place, manifest, session)
         for number in range(len(manifest.stage.before)):
             stage = place / STAGE_FOLDER.format(number)
@@ -253,12 +252,6 @@ def _options(given: Mapping[str, Any]) -> EngineOptions:
         hint = f"did you mean {close}?" if close else f"the engine's options are {', '.join(known)}"
         raise UsageError(f"load has no argument {unknown[0]!r}; {hint}")
     return EngineOptions(**given)
-
-
-def _default_threads(measured: int | None) -> int:
-    """All usable threads, or as many as a search found best where it chose from all or half of them."""
-    usable = usable_threads()
-    return min(usable, measured) if measured is not None and usable <= 2 * measured else usable
 
 
 def template_variables(given: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -117,7 +117,6 @@ def manifest() -> bundle.Manifest:
             smoothing=0.0,
             cache="float32",
             layers={},
-            threads=4,
             budget=bundle.Budget(0.01, 0.98, 0.02),
             calibration=bundle.Calibration("notes.txt", "c" * 64, False, 64, 512),
         ),

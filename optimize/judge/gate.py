@@ -22,20 +22,20 @@ UNROUNDED_KL = 1e-4
 UNTRAINED_SHARE = 0.56
 
 
-def find_broken_limits(kl: float, agreement: float, increase: float, budget: Budget) -> dict[str, str]:
-    """For each broken limit, by its name: the figure found and the one allowed, in words.
+def find_broken_limits(kl: float, agreement: float, increase: float, budget: Budget) -> list[str]:
+    """For each broken limit the figure found and the one allowed, in words.
 
     ``kl`` is in nats, ``agreement`` 0 ... 1, ``increase`` that of the perplexity, 0.02 for 2 %.
     """
-    found: dict[str, str] = {}
+    found: list[str] = []
     # Compare so that NaN fails.
     if budget.max_kl is not None and not kl <= budget.max_kl:
-        found["max_kl"] = f"mean KL {kl:.4g}, at most {budget.max_kl:g} is allowed"
+        found.append(f"mean KL {kl:.4g}, at most {budget.max_kl:g} is allowed")
     if budget.min_agreement is not None and not agreement >= budget.min_agreement:
-        found["min_agreement"] = f"top-1 agreement {agreement:.2%}, at least {budget.min_agreement:.2%} is required"
+        found.append(f"top-1 agreement {agreement:.2%}, at least {budget.min_agreement:.2%} is required")
     if budget.max_perplexity_increase is not None and not increase <= budget.max_perplexity_increase:
         allowed = f"at most {budget.max_perplexity_increase:+.2%} is allowed"
-        found["max_perplexity_increase"] = f"perplexity {increase:+.2%}, {allowed}"
+        found.append(f"perplexity {increase:+.2%}, {allowed}")
     return found
 
 
@@ -46,7 +46,7 @@ def violations(quality: Quality, budget: Budget) -> list[tuple[str, str]]:
         kl, same = path.mean_kl, path.top1_agreement
         assert kl is not None and same is not None and quality.reference_perplexity is not None
         increase = path.perplexity / quality.reference_perplexity - 1
-        found += [(text, phase) for text in find_broken_limits(kl, same, increase, budget).values()]
+        found += [(text, phase) for text in find_broken_limits(kl, same, increase, budget)]
     return found
 
 

@@ -317,7 +317,6 @@ def resolve(
         ),
         cache=_cache(request.cache, compute, target),
         layers=layers,
-        threads=None,
         budget=_budget(request.budget or Budget()),
         calibration=None,
         compute=compute,

@@ -115,7 +115,7 @@ class Engine:
             self._runner.watch = drafter.watch
         speculate = None if drafter is None else make_speculators(drafter, self._runner)
         self._inputs = InputProcessor(manifest, tokenizer, self.max_context, max_rows, self.adapters, speculate)
-        self._outputs = OutputProcessor(self._scheduler, manifest.source.name, self._guard, self._forget)
+        self._outputs = OutputProcessor(self._scheduler, self._guard, self._forget)
         self._closeable = [part for part in (store, drafter) if part is not None]
         self._requests: dict[int, RequestState] = {}  # that did not end yet, in the order in which they came
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()

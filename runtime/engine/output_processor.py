@@ -12,7 +12,7 @@ from llmc.runtime.engine.scheduler import Scheduler
 from llmc.runtime.engine.sequence import RequestState, SamplerOutput, name_error
 from llmc.runtime.engine.sequence import Sequence as Tokens
 from llmc.runtime.host import threads
-from llmc.runtime.observe.tracing import event, record_spans
+from llmc.runtime.observe.logs import event
 from llmc.runtime.runner.prefill import Floats
 from llmc.runtime.sampling.logprobs import prompt_logprobs
 
@@ -29,12 +29,10 @@ class OutputProcessor:
     def __init__(
         self,
         scheduler: Scheduler,
-        model: str,
         guarded: Callable[[RequestState], AbstractContextManager[None]],
         ended: Callable[[int], None],
     ) -> None:
         self._scheduler = scheduler
-        self._model = model
         self._guarded = guarded
         self._ended = ended
 
@@ -92,12 +90,11 @@ class OutputProcessor:
         result: Callable[[], GenerationResult] | None = None,
         error: BaseException | None = None,
     ) -> None:
-        """Tell the client, and leave a line in the log and a span, which cost nothing where nobody wants them."""
+        """Tell the client, and leave a line in the log, which costs nothing where nobody wants it."""
         request.timeline.finish(reason)
         # A kept traceback would keep everything that its frames saw; a failure inside still has it, in its cause.
         request.collector.end(result() if result else None, None if error is None else error.with_traceback(None))
         request.adapter = None  # its place is free once nobody uses it
-        with suppress(Exception):  # what an application hangs on the log or the spans is not the engine's trouble
+        with suppress(Exception):  # what an application hangs on the log is not the engine's trouble
             if log.isEnabledFor(logging.INFO):
                 event(log, "request ended", **vars(request.timeline.metrics()))
-            record_spans(request.timeline, model=self._model, parent=request.trace)

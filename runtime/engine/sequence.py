@@ -15,7 +15,6 @@ from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import Delta, GenerationResult, Output, Timings, Usage
 from llmc.runtime.kv.rows import Slot
 from llmc.runtime.observe.metrics import RequestTimeline
-from llmc.runtime.observe.tracing import current_context
 from llmc.runtime.sampling.logits import Logits
 from llmc.runtime.sampling.logprobs import TokenLogprobs
 from llmc.runtime.sampling.params import SamplingParams
@@ -174,7 +173,7 @@ class RequestState:
     """A request on its way: as it came, with ``params`` whose seed is filled in, and the ``prompt`` after truncation.
 
     ``place`` is in the queue, ``prefix_names`` are the scope and the adapter of its prefixes, ``comparing`` true while
-    its finished samples are compared, ``trace`` the client's.
+    its finished samples are compared.
     """
 
     group: SequenceGroup[Any]
@@ -200,7 +199,6 @@ class RequestState:
         self.truncated_tokens = 0
         self.place: tuple[int, int] = (0, 0)
         self.comparing = False
-        self.trace = current_context()
 
     @property
     def deadline(self) -> float:

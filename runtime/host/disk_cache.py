@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from llmc.publish import lock_file, sync, sync_all
+from llmc.publish import lock_file
 from llmc.strict import open_regular
 
 log = logging.getLogger(__name__)
@@ -103,29 +103,6 @@ def keep_file(path: Path, content: bytes, max_bytes: int) -> None:
         prune(path.parent.parent.name, max_bytes)
     except OSError as error:
         log.info("%s cannot be kept (%s)", path, error)
-
-
-@contextmanager
-def publish_entry(path: Path) -> Iterator[Path]:
-    """Give an empty folder to write into, and make it the entry ``path`` when the block ends without an error.
-
-    Whoever looks at ``path`` sees nothing or all of it. Of two that publish the same entry the first one wins.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=path.parent))
-    hold = Hold(staging)
-    try:
-        yield staging
-        sync_all(staging)
-        try:
-            staging.rename(path)
-        except OSError:
-            if not path.is_dir():
-                raise
-        sync(path.parent)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        hold.release()
 
 
 def once(kind: str, key: str, check: Callable[[], object], *, always: bool = False) -> None:

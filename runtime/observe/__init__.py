@@ -1,1 +1,1 @@
-"""Measurements of requests and of the engine: metrics, their Prometheus exposition, logs and spans."""
+"""Measurements of requests and of the engine: metrics, their Prometheus exposition, and logs."""

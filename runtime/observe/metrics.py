@@ -212,7 +212,6 @@ class RequestTimeline:
         self._gaps = array("d")
         self._latest: dict[int, float] = {}  # output -> time of its latest token
         self.queued = self._clock()
-        self.queued_unix_ns = time.time_ns()  # where the timeline lies on the calendar, for spans
         self.admitted: float | None = None
         self.first_token: float | None = None
         self.ended: float | None = None

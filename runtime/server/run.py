@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import uvicorn
 
 from llmc.errors import GpuError, LlmcError, UsageError
-from llmc.runtime.observe.tracing import event
+from llmc.runtime.observe.logs import event
 from llmc.runtime.server.app import make_app
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.guarded import Guarded, uvicorn_options

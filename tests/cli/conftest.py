@@ -17,7 +17,6 @@ from llmc.cli.main import main
 from llmc.runtime.selftest import VerifyReport
 
 if TYPE_CHECKING:
-    from llmc.optimize.auto.search import AutoReport
     from llmc.optimize.build import BuildReport
 
 
@@ -56,13 +55,12 @@ def llmc(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class FakeLibrary:
-    """``build``, ``rebuild``, ``automatic``, ``export`` and ``verify`` that only take notes."""
+    """``build``, ``rebuild``, ``export`` and ``verify`` that only take notes."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = replace(manifest, files={"decode.onnx": FileEntry(5_000_000, "0" * 64)})
         self.built: list[dict[str, Any]] = []
         self.rebuilt: list[dict[str, Any]] = []
-        self.searched: list[dict[str, Any]] = []
         self.verified: list[dict[str, Any]] = []
         self.exported: list[tuple[Path, Path]] = []
 
@@ -81,15 +79,6 @@ class FakeLibrary:
 
         return BuildReport(output, self.manifest, 2.5)
 
-    def automatic(self, source: Path, output: Path, *, progress: Any, **options: Any) -> "AutoReport":
-        from llmc.optimize.auto.search import AutoReport, Trial
-
-        progress("candidate int4")
-        self.searched.append({"source": source, "output": output, **options})
-        kept = Trial("int4", 2, 1000.0, 50.5, 400_000_000, 300_000_000, 0.0123, 0.961, 0.012)
-        faster = replace(kept, name="int8", prefill_tokens_per_s=2000.0, reason="400 MB")
-        return AutoReport(output, kept, (kept, faster), self.manifest)
-
     def export(self, checkpoint: Path, output: Path, *, progress: Any) -> SimpleNamespace:
         progress("exporting the graph")
         self.exported.append((checkpoint, output))
@@ -106,7 +95,6 @@ def library(monkeypatch: pytest.MonkeyPatch, manifest: Manifest) -> FakeLibrary:
     fake = FakeLibrary(manifest)
     monkeypatch.setattr("llmc.optimize.build.build", fake.build)
     monkeypatch.setattr("llmc.optimize.rebuild.rebuild", fake.rebuild)
-    monkeypatch.setattr("llmc.optimize.auto.search.automatic", fake.automatic)
     monkeypatch.setattr("llmc.export.export", fake.export)
     monkeypatch.setattr("llmc.runtime.model.verify", fake.verify)
     return fake

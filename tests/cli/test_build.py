@@ -61,7 +61,7 @@ def test_defaults_are_the_librarys(llmc, library: Any, export_folder: Path, tmp_
     assert (calibration.text, calibration.samples, calibration.length) == (None, None, None)
     assert [calibration.windows(longest) for longest in (4096, 100)] == [(16, 512), (16, 100)]
     assert built == {"source": export_folder, "output": tmp_path / "out", "there": True, **DEFAULTS}
-    assert (library.exported, library.searched) == ([], [])
+    assert library.exported == []
 
 
 def test_options_reach_the_library_under_their_own_names(llmc, library: Any, export_folder: Path, tmp_path: Path):
@@ -115,39 +115,12 @@ def test_a_recipe_that_is_nowhere_is_refused_with_the_names_there_are(
     assert "int4, " in ran.err
 
 
-# --------------------------------------------------------------------------------------------------------------- search
-
-
-def test_auto_searches_and_prints_every_trial_the_fastest_first(
-    llmc, library: Any, export_folder: Path, tmp_path: Path
-):
-    ran = llmc("build", export_folder, "-o", tmp_path / "out", "--auto", "--max-kl", 0.1, "--max-size", "1GB")
-    assert ran.code == 0
-    [searched] = library.searched
-    assert (searched["budget"], searched["max_size"], library.built) == (bundle.Budget(max_kl=0.1), 10**9, [])
-    lines = ran.out.splitlines()
-    rows = [line for line in lines if line.split()[:1] in (["int4"], ["int8"])]
-    assert [row.split()[0] for row in rows] == ["int8", "int4"]
-    assert "400 MB" in rows[0]
-    for text in ("1000 tok/s", "tok/s", "400.0 MB", "0.0123", "96.1%", "+1.20%", "kept"):
-        assert text in rows[1]
-    assert lines[-1] == f"wrote {tmp_path / 'out'}"
-
-
 def test_stages_are_a_number_of_them_or_the_memory_of_their_boxes(llmc, library: Any, export_folder: Path):
     for given, wanted in (("3", (0, 0, 0)), ("8GB,1.5GiB", (8 * 10**9, 3 << 29))):
         assert llmc("build", export_folder, "-o", f"out{given}", "--stages", given).code == 0
         assert library.built[-1]["stages"] == wanted
     for given in ("", "two", "0", "1", "8GB,", "-1", "8GB;8GB"):
         assert llmc("build", export_folder, "-o", "out", "--stages", given).code == 2
-    refused = llmc("build", export_folder, "-o", "out", "--auto", "--max-kl", "1", "--stages", "2")
-    assert (refused.code, "--auto measures on this machine alone" in refused.err) == (2, True)
-
-
-def test_a_size_without_a_search_is_refused(llmc, library: Any, export_folder: Path):
-    ran = llmc("build", export_folder, "-o", "out", "--max-size", "1GB")
-    assert (ran.code, library.built) == (2, [])
-    assert "--max-size is what --auto looks for" in ran.err
 
 
 # ----------------------------------------------------------------------------------------------------------- precisions

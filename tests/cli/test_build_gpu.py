@@ -73,9 +73,6 @@ def test_every_choice_of_the_engine_reaches_the_library(llmc: Any, library: Any,
     ("arguments", "message"),
     [
         (["--bf16", "--fp8"], "--bf16 and --fp8 contradict each other"),
-        (["--auto", "--target", "tensorrt"], "--auto measures candidates on the CPU, the target is tensorrt"),
-        (["--auto", "--target", "cuda"], "--auto measures candidates on the CPU, the target is cuda"),
-        (["--auto", "--deferred"], "--auto measures candidates on the CPU"),
         (["--target", "gpu"], "target 'gpu' is unknown; expected one of cpu, cuda, tensorrt, tensorrt-rtx"),
         (
             ["--target", "tensorrt-rtx", "--deferred", "--compute-capabilities", "8.9"],

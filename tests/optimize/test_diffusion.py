@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from doubles import diffusing
 
-from llmc.bundle import read_bundle
+from llmc.bundle import Budget, read_bundle
 from llmc.errors import UsageError
 from llmc.export.streaming import StreamedDecoder
 from llmc.inventory import Diffusion
@@ -40,8 +40,8 @@ def test_the_reference_sees_all_tokens_of_a_text_and_no_padding(family: str, dif
 @pytest.mark.parametrize(("family", "precision"), [("llada", "int8"), ("Dream", "int4")])
 def test_integers_stay_close_to_the_model(family: str, precision: str, diffusion_models: Path, tmp_path: Path):
     export = diffusion_models / f"{family}-export"
-    calibration = CalibrationRequest(StreamedDecoder, samples=2, length=32)
-    made = build(export, tmp_path / "b", precision=precision, judged=True, calibration=calibration).manifest
+    budget, calibration = Budget(max_kl=KL[precision]), CalibrationRequest(StreamedDecoder, samples=2, length=32)
+    made = build(export, tmp_path / "b", precision=precision, budget=budget, calibration=calibration).manifest
     assert (made.recipe.phases, made.limits.prefill_chunk) == ("shared", made.limits.max_context)
     assert made.quality is not None and (made.quality.mean_kl or 9) < KL[precision]
     assert verify(tmp_path / "b").equal_tokens == sum(len(case.tokens) for case in made.golden)

@@ -25,12 +25,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from llmc.bundle import WEIGHTS_FILE, Budget, read_bundle, read_export, write_manifest
+from llmc.bundle import WEIGHTS_FILE, read_bundle, read_export, write_manifest
 from llmc.errors import BundleError, CancelledError, CheckpointError, DraftError, UsageError
 from llmc.export import export
 from llmc.export.adapters import add_adapter
 from llmc.optimize import recipe
-from llmc.optimize.auto.search import automatic
 from llmc.optimize.build import build
 from llmc.runtime import Model, Request, SamplingParams, load
 from llmc.runtime.api.handle import Handle
@@ -548,9 +547,7 @@ def test_a_head_and_a_model_that_do_not_fit_are_refused(made: Made, tmp_path: Pa
     with pytest.raises(UsageError, match="draft head, which llmc lowers for cpu alone"):
         build(made.exports[1], tmp_path / "bundle", target="cuda")
     with pytest.raises(UsageError, match="judges and calibrates"):
-        build(made.exports[1], tmp_path / "bundle", judged=True)
-    with pytest.raises(UsageError, match="--auto times prompts and tokens in order, and this model has none"):
-        automatic(made.exports[1], tmp_path / "bundle", budget=Budget(max_kl=1.0))
+        build(made.exports[1], tmp_path / "bundle", text=tmp_path / "text.txt")
     with pytest.raises(UsageError, match="adapters change a model"):
         export(made.head, tmp_path / "bundle", of=made.model, adapters=[(tmp_path, 1.0)])
     assert read_export(made.exports[1]).geometry.head is not None

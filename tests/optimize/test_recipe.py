@@ -218,7 +218,6 @@ def test_defaults_are_int8_in_blocks_of_64_with_a_graph_for_each_phase():
         smoothing=0.0,
         cache="float32",
         layers={},
-        threads=None,
         budget=Budget(),
         calibration=None,
         rotated=("prefill", "decode"),

@@ -15,7 +15,7 @@ from ray.serve.schema import ApplicationStatus
 from starlette.types import Message
 
 from llmc.errors import EngineClosedError, GpuError, ResourceError, UsageError
-from llmc.runtime.observe.tracing import event
+from llmc.runtime.observe.logs import event
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.fleet.calls import Call
 from llmc.runtime.server.fleet.cluster import RayReplicas, replicas_of

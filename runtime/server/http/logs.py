@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmc.errors import LlmcError, printable
 from llmc.runtime.api.handle import Handle
-from llmc.runtime.observe.tracing import JsonFormatter, continue_trace, event, fields_of
+from llmc.runtime.observe.logs import JsonFormatter, event, fields_of
 
 log = logging.getLogger(__name__)
 
@@ -79,9 +79,8 @@ class RequestLog:
     ``status``, ``model``, ``user``, ``safety_identifier`` and ``metadata`` (as the client gives them),
     ``prompt_tokens``, ``cached_tokens``, ``output_tokens``, ``ttft_s``, ``duration_s``, and of what went to an upstream
     ``answered_by``, ``upstream_model``, ``upstream_reason`` and ``upstream_failure``. Errors that nobody foresaw are
-    logged with the place where they happened, and without their message, which may quote the request. A trace that the
-    request continues (``traceparent``) is continued, where OpenTelemetry is in use. ``bodies``: write what is received
-    and sent too, 64 KiB of each, and messages of errors.
+    logged with the place where they happened, and without their message, which may quote the request. ``bodies``:
+    write what is received and sent too, 64 KiB of each, and messages of errors.
     """
 
     def __init__(self, app: ASGIApp, *, bodies: bool = False) -> None:
@@ -94,8 +93,7 @@ class RequestLog:
         token = _RECORD.set(record)
         receive, send = self._record_bytes(record, receive, send)
         try:
-            with continue_trace(scope["headers"]):
-                await self._app(scope, receive, _note_status(record, send))
+            await self._app(scope, receive, _note_status(record, send))
         except Exception as error:  # noqa: BLE001 - written here with the request's id; the framework has answered
             record.fields.setdefault("status", 500)
             self._log_failure(scope, error)

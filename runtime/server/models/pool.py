@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from llmc.bundle import Manifest, list_adapters, publication
 from llmc.errors import BundleError, EngineClosedError, GpuError, LlmcError, ResourceError, UsageError, format_value
 from llmc.runtime.model import MemoryNeed, Model, default_memory
-from llmc.runtime.observe.tracing import event
+from llmc.runtime.observe.logs import event
 from llmc.runtime.server.http.accounts import allows_model
 from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.models.loading import Loader, hide_folder, reason_of

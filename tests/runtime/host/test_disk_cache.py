@@ -47,31 +47,17 @@ def test_the_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, 
     assert disk_cache.cache_root() == Path("/home/me/.cache/llmc")
 
 
-def test_an_entry_appears_when_it_is_whole(root: Path):
-    entry = disk_cache.entry("kind", "key")
-    with disk_cache.publish_entry(entry) as folder:
-        (folder / "content").write_text("all")
-        assert not entry.exists()
-    assert (entry / "content").read_text() == "all"
-    assert list(entry.parent.iterdir()) == [entry]
-
-
-def test_an_error_leaves_nothing():
-    entry = disk_cache.entry("kind", "key")
-    with pytest.raises(OSError, match="No space left"), disk_cache.publish_entry(entry) as folder:
-        (folder / "content").write_text("half")
+def test_a_file_appears_when_it_is_whole_and_an_error_leaves_nothing(root: Path):
+    file = root / "state.npz"
+    root.mkdir()
+    with pytest.raises(OSError, match="No space left"), disk_cache.write_entry(file) as staging:
+        staging.write_text("half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert list(entry.parent.iterdir()) == []
-
-
-def test_the_first_of_two_that_publish_one_entry_wins():
-    entry = disk_cache.entry("kind", "key")
-    with disk_cache.publish_entry(entry) as late:
-        (late / "content").write_text("second")
-        with disk_cache.publish_entry(entry) as early:
-            (early / "content").write_text("first")
-    assert (entry / "content").read_text() == "first"
-    assert list(entry.parent.iterdir()) == [entry]
+    assert list(root.iterdir()) == []
+    with disk_cache.write_entry(file) as staging:
+        staging.write_text("all")
+        assert not file.exists()
+    assert (file.read_text(), list(root.iterdir())) == ("all", [file])
 
 
 def test_pruning_removes_the_least_recently_used_until_the_rest_fits(root: Path):
@@ -106,8 +92,7 @@ from llmc.runtime.host import disk_cache
 entry = disk_cache.entry("calibration", "key")
 entry.mkdir(parents=True)
 (entry / "head.npz").touch()
-with disk_cache.publish_entry(entry / "built") as folder, disk_cache.write_entry(entry / "state.npz") as staging:
-    (folder / "weights.bin").write_text("half")
+with disk_cache.write_entry(entry / "state.npz") as staging:
     staging.write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -116,11 +101,10 @@ with disk_cache.publish_entry(entry / "built") as folder, disk_cache.write_entry
 def test_what_a_killed_process_wrote_is_cleared(root: Path):
     assert subprocess.run([sys.executable, "-c", KILLED]).returncode == -signal.SIGKILL
     entry = root / "calibration" / "key"
-    left = sorted(path for path in entry.iterdir() if path.name.startswith(disk_cache.STAGING))
-    assert len(left) == 2
+    [left] = (path for path in entry.iterdir() if path.name.startswith(disk_cache.STAGING))
     disk_cache.prune("calibration", 10**9)
-    assert all(path.exists() for path in left)  # so young that it may not be locked yet
-    for path in (*left, entry):
+    assert left.exists()  # so young that it may not be locked yet
+    for path in (left, entry):
         aged(path, LONG_AGO)
     disk_cache.prune("calibration", 10**9)
     assert [path.name for path in entry.iterdir()] == ["head.npz"]
@@ -135,9 +119,8 @@ def test_without_a_writable_folder_entries_are_temporary_and_one_warning_says_so
     (tmp_path / "file").touch()
     monkeypatch.setenv("LLMC_CACHE", str(tmp_path / "file" / "below"))
     entry = disk_cache.entry("kind", "key")
-    with disk_cache.publish_entry(entry) as folder:
-        (folder / "content").write_text("x")
-    assert entry.is_dir()
+    disk_cache.keep_file(entry / "content", b"x", 10**9)
+    assert disk_cache.read_file(entry / "content") == b"x"
     assert not entry.is_relative_to(tmp_path)
     assert [record.message.partition(" (")[0] for record in caplog.records] == [
         f"the cache {tmp_path / 'file' / 'below'} cannot be written"

@@ -16,14 +16,13 @@ from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
 from llmc.runtime.api.handle import Handle, OutputCollector
-from llmc.runtime.observe.tracing import current_context, event
+from llmc.runtime.observe.logs import event
 from llmc.runtime.server import page
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.keys import Key
 from llmc.runtime.server.http.logs import RequestLog, TextFormatter, costs_of, log_to_stderr, note
 
 SECRET = "a secret"
-HEADERS = [(b"traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")]
 
 
 def answered(app: Any, *, bodies: bool = False, body: bytes = b"") -> None:
@@ -35,7 +34,7 @@ def answered(app: Any, *, bodies: bool = False, body: bytes = b"") -> None:
     async def send(message: Any) -> None:
         pass
 
-    scope = {"type": "http", "method": "POST", "headers": HEADERS, "state": {"request_id": "r", "key": Key("ann", b"")}}
+    scope = {"type": "http", "method": "POST", "headers": [], "state": {"request_id": "r", "key": Key("ann", b"")}}
     asyncio.run(RequestLog(app, bodies=bodies)(scope, receive, send))
 
 
@@ -172,16 +171,3 @@ def test_what_was_logged_before_is_so_again(lines: Any):
         assert logger.isEnabledFor(logging.INFO)
     event(logger, "nobody hears it")
     assert not logger.isEnabledFor(logging.INFO) and lines() == []
-
-
-def test_a_trace_that_the_request_brings_goes_on(monkeypatch: pytest.MonkeyPatch):
-    trace = pytest.importorskip("opentelemetry.trace")
-    sdk = pytest.importorskip("opentelemetry.sdk.trace")
-    monkeypatch.setattr(trace, "get_tracer_provider", sdk.TracerProvider)
-    seen: list[int] = []
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        seen.append(trace.get_current_span(current_context()).get_span_context().trace_id)
-
-    answered(app)
-    assert seen == [0x0AF7651916CD43DD8448EB211C80319C]

@@ -20,7 +20,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.protocol import State
 from websockets.sync.client import ClientConnection, connect
 
-from llmc.runtime.observe.tracing import fields_of
+from llmc.runtime.observe.logs import fields_of
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.guarded import MOST_FRAMES, Guarded, SocketProtocol, uvicorn_options
 from llmc.runtime.server.http.logs import RequestLog
