@@ -130,7 +130,7 @@ DAMAGE = [
     (put(10**39, "memory", "weights"), "memory.weights is 10{39}, expected 0 ..."),
     (put({**DEVICE, "weights": 1 << 60}, "device"), "device.weights is 1152921504606846976, expected 0 ..."),
     (put([{}] * 80_000, "golden"), r"golden is 80000 items, expected 0 ... 16"),
-    (put([1] * 1025, "golden", 0, "prompt"), r"golden\[0\].prompt is 1025 items, expected 0 ... 1024"),
+    (put([1] * 2049, "golden", 0, "prompt"), r"golden\[0\].prompt is 2049 items, expected 0 ... 2048"),
     (put(math.inf, "golden_tolerance"), "golden_tolerance is inf, expected a finite number"),
     (put("\x1b[2J", "source", "name"), r"source.name is '\\x1b\[2J', expected text without U\+001B"),
     (put({"size": 1, "sha256": ""}, "files", "a\nb"), r"files is 'a\\nb', expected text without U\+000A"),
