@@ -1,7 +1,4 @@
-"""``llmc bench``: the speed of a bundle on this machine, for one request at a time.
-
-That of a server, ``llmc bench serve``, is in bench_serve.py.
-"""
+"""``llmc bench``: the speed of a bundle on this machine, for one request at a time."""
 
 from __future__ import annotations
 
@@ -18,21 +15,7 @@ if TYPE_CHECKING:
     from llmc.runtime.bench.benchmark import BenchmarkReport
 
 
-class BenchCommand(SectionCommand):
-    """``bench BUNDLE``, beside which ``bench serve URL`` is a command of its own; a folder may be ``./serve``."""
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        """The context of the command that the first argument tells."""
-        if args[:1] != ["serve"]:
-            return super().make_context(info_name, args, parent, **extra)
-        from llmc.cli.bench_serve import bench_serve_command
-
-        return bench_serve_command.make_context(f"{info_name} serve", args[1:], parent, **extra)
-
-
-@click.command("bench", short_help="Time prefill and decode of BUNDLE, or requests to a server.", cls=BenchCommand)
+@click.command("bench", short_help="Time prefill and decode of BUNDLE.", cls=SectionCommand)
 @bundle_argument
 @click.option("--prompt-length", type=int, default=128, help="Tokens of the prompt.")
 @click.option("--new-tokens", type=int, default=64, help="Tokens to generate.")
@@ -44,7 +27,7 @@ class BenchCommand(SectionCommand):
 def bench_command(bundle: Path, verify: bool | None, as_json: bool, **options: Any) -> None:
     """Time prefill and decode of BUNDLE, beside what this machine's memory allows.
 
-    One request follows the other. llmc bench serve URL measures many at once, on any server with OpenAI's API.
+    One request follows the other.
     """
     if verify:
         with show.progress() as progress:

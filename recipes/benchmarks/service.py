@@ -3,8 +3,8 @@
     python service.py overhead BUNDLE
     python service.py peers BUNDLE GGUF --python venvs/llamacpp/bin/python   # the interpreter that has xllamacpp
 
-Clients of a server are `llmc bench serve` in a process of its own. In the process, threads call `Model.stream_chat` and
-note each token on the engine's thread, which is the least that a client can cost. What is compared takes turns. Answers
+Clients of a server are `clients.py` in a process of its own. In the process, threads call `Model.stream_chat` and note
+each token on the engine's thread, which is the least that a client can cost. What is compared takes turns. Answers
 are greedy, and no two prompts share more than the template's beginning.
 """
 
@@ -19,18 +19,16 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from clients import Exchange, closed_loop, make_prompts
 from machine import Disturbance, in_turns, positive, publish, ratio, table
 from peers import ENVIRONMENT
 
 from llmc.runtime import Delta, Model, load
-from llmc.runtime.bench.serve_load import Bodies, LoadSettings
-from llmc.runtime.bench.serve_report import Exchange, figures
 from llmc.runtime.host.machine import usable_threads
 
 PATIENCE_S = 180.0  # for a server to load its model
@@ -47,7 +45,7 @@ params.cont_batching = params.use_jinja = True
 server = xllamacpp.Server(params)
 signal.pause()
 """
-Ask = Callable[[int, int], dict[str, Any]]  # concurrency and number of the round -> figures of llmc bench serve
+Ask = Callable[[int, int], dict[str, Any]]  # concurrency and number of the round -> figures of the clients
 
 
 @contextmanager
@@ -98,49 +96,44 @@ def over_http(args: argparse.Namespace, port: int, concurrency: int, number: int
         "--concurrency": concurrency,
         "--requests": concurrency * args.requests,
         "--seed": seed_of(number, concurrency),
-        "--warm-up": concurrency,
-        "--prompt-length": args.prompt,
-        "--max-tokens": args.new_tokens,
-        "--extra-body": '{"temperature": 0}',
+        "--prompt": args.prompt,
+        "--new-tokens": args.new_tokens,
     }
-    command = [sys.executable, "-m", "llmc.cli", "bench", "serve", f"http://127.0.0.1:{port}", "--ignore-eos", "--json"]
+    command = [sys.executable, str(Path(__file__).with_name("clients.py")), f"http://127.0.0.1:{port}"]
     command += [str(part) for option in options.items() for part in option]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     if done.returncode:
-        raise SystemExit(f"llmc bench serve failed: {done.stderr.strip() or done.stdout}")
-    [point] = json.loads(done.stdout)["points"]
-    return dict(point)
+        raise SystemExit(f"the clients failed: {done.stderr.strip() or done.stdout}")
+    return dict(json.loads(done.stdout))
 
 
 def in_process(args: argparse.Namespace, model: Model, concurrency: int, number: int) -> dict[str, Any]:
     """Figures of so many threads that ask one question after the other."""
 
-    def ask(messages: list[dict[str, Any]]) -> Exchange:
+    def messages(text: str) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": text}]
+
+    def ask(prompt: str) -> Exchange:
         exchange = Exchange(time.perf_counter())
-        exchange.sent = exchange.due
         last = threading.Event()  # whoever waits for a result is woken by each piece, which is not free
 
         def note(delta: Delta) -> None:
-            exchange.chunks.append(time.perf_counter())
-            exchange.completion_tokens = (exchange.completion_tokens or 0) + len(delta.token_ids)
-            if exchange.completion_tokens >= args.new_tokens:
+            exchange.pieces.append(time.perf_counter())
+            exchange.tokens += len(delta.token_ids)
+            if exchange.tokens >= args.new_tokens:
                 last.set()
 
         options = {"max_tokens": args.new_tokens, "temperature": 0, "ignore_eos": True}
-        answer = model.stream_chat(messages, on_delta=note, **options)
+        answer = model.stream_chat(messages(prompt), on_delta=note, **options)
         last.wait(LIMIT_S)
-        answer.result()
-        exchange.ended = time.perf_counter()
+        exchange.prompt_tokens = answer.result().usage.prompt_tokens
         return exchange
 
-    def count(body: bytes) -> Exchange:
-        return Exchange(0.0, prompt_tokens=len(model.chat_tokens(json.loads(body)["messages"])))
+    def count(prompt: str) -> int:
+        return len(model.chat_tokens(messages(prompt)))
 
-    bodies = Bodies(LoadSettings(url="", seed=seed_of(number, concurrency), prompt_length=str(args.prompt)), "")
-    bodies.calibrate(count)
-    prompts = [json.loads(bodies(index))["messages"] for index in range(concurrency * args.requests)]
-    with ThreadPoolExecutor(concurrency) as pool:
-        return figures(list(pool.map(ask, prompts)), 0.0)
+    seed = seed_of(number, concurrency)
+    return closed_loop(ask, make_prompts(count, args.prompt, concurrency * args.requests, seed), concurrency)
 
 
 def seed_of(number: int, concurrency: int) -> int:

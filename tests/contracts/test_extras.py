@@ -55,7 +55,6 @@ VERBS = (
     Verb("chat BUNDLE --max-tokens 2", "cpu", stdin="Hello\n"),
     Verb("verify BUNDLE", "cpu"),
     Verb("bench BUNDLE --prompt-length 8 --new-tokens 2 --repeats 1", "cpu"),
-    Verb("bench serve http://127.0.0.1:9 --requests 1", code=1),  # nobody listens there
     Verb("embed BUNDLE Once", "cpu", code=2),  # it generates
     Verb("rank BUNDLE Once Twice", "cpu", code=2),
     Verb("eval BUNDLE --window 16 --max-windows 1", "cpu build"),

@@ -132,7 +132,7 @@ def test_command_line_pulls_in_no_engine_and_not_even_numpy():
 
 
 @pytest.mark.parametrize(
-    "verb", ["", "export", "build", "run", "chat", "serve", "bench", "bench serve", "inspect", "verify", "doctor"]
+    "verb", ["", "export", "build", "run", "chat", "serve", "bench", "inspect", "verify", "doctor"]
 )
 def test_help_imports_no_engine(verb: str):
     arguments = [*verb.split(), "--help"]

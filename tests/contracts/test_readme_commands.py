@@ -10,7 +10,6 @@ import click
 import httpx2 as httpx
 import pytest
 
-from llmc.cli.bench_serve import bench_serve_command
 from llmc.cli.main import cli
 from llmc.runtime import load
 
@@ -49,8 +48,6 @@ def wrong_commands(text: str) -> list[str]:
     context, wrong = click.Context(cli), []
     for verb, rest in commands(text):
         command = cli.get_command(context, verb)
-        if verb == "bench" and rest.startswith(" serve"):
-            command = bench_serve_command
         if isinstance(command, click.Group):
             command = command.get_command(context, rest.split()[0])
         if command is None:

@@ -3,12 +3,15 @@
 import json
 import sys
 from collections.abc import Callable
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from doubles.planted_server import END, STREAM, event, planted_server, response, text, whole
 
 from llmc.export.sources.checkpoint import read_checkpoint
 
@@ -78,6 +81,40 @@ def test_service_runs_on_the_small_model(run, tiny_bundle: Path):
     inside, outside = (found[way][0] for way in ("in the process", "llmc serve"))
     assert inside["completed"] == outside["completed"] == 2
     assert inside["output_tokens"]["mean"] == outside["output_tokens"]["mean"] == 3
+    assert inside["prompt_tokens"] == outside["prompt_tokens"]
+
+
+def test_clients_count_what_the_server_counts_and_time_text_alone(script):
+    clients = script("clients")
+    with planted_server(whole) as server, closing(HTTPConnection("127.0.0.1", server.port)) as connection:
+        found = clients.ask(connection, "a b c d", 3)
+        prompts = clients.make_prompts(lambda text: clients.ask(connection, text, 1).prompt_tokens, 40, 2, 0)
+    assert (found.prompt_tokens, found.tokens, len(found.pieces)) == (12, 3, 3)
+    # Of 40 tokens: 26 words are 32, and 7 more.
+    assert [len(prompt.split()) for prompt in prompts] == [26, 26] and prompts[0] != prompts[1]
+    assert server.connections == 1, "a client keeps its connection"
+    early, late = clients.Exchange(10.0, [11.0, 13.0], 5, 3), clients.Exchange(10.5, [13.5, 14.5], 5, 3)
+    figures = clients.figures([early, late])
+    assert (figures["output_tokens_per_s"], figures["ttft"]["p50"], figures["tpot"]["p50"]) == (6 / 4.5, 2.0, 0.75)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "problem"),
+    [
+        ([response(429, {"error": "full"})], "HTTP 429"),
+        ([STREAM, event({"error": "out of memory"}), END], "out of memory"),
+        ([STREAM, event(text("a")), END], "ended without"),
+        ([STREAM, event(text("a")), event(b"[DONE]"), END], "counts of tokens"),
+    ],
+    ids=["status", "error", "cut", "uncounted"],
+)
+def test_a_server_that_does_not_answer_ends_the_measurement(script, pieces: list[bytes], problem: str):
+    with (
+        planted_server(lambda asked: pieces) as server,
+        closing(HTTPConnection("127.0.0.1", server.port)) as connection,
+    ):
+        with pytest.raises(SystemExit, match=problem):
+            script("clients").ask(connection, "a", 1)
 
 
 @pytest.fixture
