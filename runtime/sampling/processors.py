@@ -17,7 +17,7 @@ from llmc.errors import GrammarError, ProcessorError, text_of
 from llmc.runtime.sampling import truncation
 from llmc.runtime.sampling.draws import uniform
 from llmc.runtime.sampling.dry import Breakers, Dry
-from llmc.runtime.sampling.logits import Logits, largest
+from llmc.runtime.sampling.logits import Logits
 from llmc.runtime.sampling.mirostat import Mirostat
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.penalties import BadWords, NoRepeatNGram, OutputPenalty, RepetitionPenalty
@@ -224,7 +224,7 @@ def _guide(context: SamplingContext) -> Processor | None:
 
 def _top_k(context: SamplingContext) -> Cut | None:
     k = context.params.top_k
-    return (lambda found, position: found.take(largest(found.logits, k))) if 0 < k < context.vocab_size else None
+    return (lambda found, position: found.keep_largest(k)) if 0 < k < context.vocab_size else None
 
 
 def _temperature(context: SamplingContext) -> Cut | None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from llmc.runtime.sampling.logits import Logits, weigh
+from llmc.runtime.sampling.logits import Logits, largest, weigh
 
 Mask = npt.NDArray[np.bool_]
 Tokens = npt.NDArray[np.intp]
@@ -69,6 +69,11 @@ class Candidates(NamedTuple):
 
     def keep(self, mask: Mask) -> "Candidates":
         return self.take(np.flatnonzero(mask))
+
+    def keep_largest(self, k: int) -> "Candidates":
+        """The ``k`` largest, and those equal to the last of them; of the rest only some may be among them."""
+        found = self.take(largest(self.logits, k))
+        return found if found.rest is None else found._replace(rest=found.rest._replace(least=0.0))
 
     def scale(self, temperature: float) -> "Candidates":
         """Divide by a temperature."""

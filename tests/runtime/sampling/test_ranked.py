@@ -57,6 +57,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{
         f"temperature {t}, top_p {p}": {"temperature": t, "top_p": p} for t in (0.3, 0.7, 1.3, 2.5) for p in (0.8, 0.95)
     },
+    **{f"top_k {k}, top_p {p}": {"top_k": k, "top_p": p} for k in (256, 257) for p in (0.3, 0.5)},
     "cold": {"temperature": 1e-40, "top_p": 0.9},
     "min_p": {"min_p": 0.1},
     "hot min_p": {"min_p": 0.02, "temperature": 1.5},
