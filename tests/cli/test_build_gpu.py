@@ -54,7 +54,7 @@ def save(tmp_path: Path, manifest: Manifest) -> Callable[..., Path]:
 # --------------------------------------------------------------------------------------------------------------- build
 
 
-@pytest.mark.parametrize(("target", "precision"), [("cuda", "fp16"), ("tensorrt", "bf16"), ("tensorrt-rtx", "fp8")])
+@pytest.mark.parametrize(("target", "precision"), [("cuda", "fp16"), ("tensorrt", "bf16"), ("tensorrt-rtx", "int8")])
 def test_target_and_precision_reach_the_library(
     llmc: Any, library: Any, export_folder: Path, target: str, precision: str
 ):
@@ -72,7 +72,7 @@ def test_every_choice_of_the_engine_reaches_the_library(llmc: Any, library: Any,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--bf16", "--fp8"], "--bf16 and --fp8 contradict each other"),
+        (["--bf16", "--int8"], "--bf16 and --int8 contradict each other"),
         (["--auto", "--target", "tensorrt"], "--auto measures candidates on the CPU, the target is tensorrt"),
         (["--auto", "--target", "cuda"], "--auto measures candidates on the CPU, the target is cuda"),
         (["--auto", "--deferred"], "--auto measures candidates on the CPU"),
