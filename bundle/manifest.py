@@ -274,7 +274,7 @@ class Recipe:
 
     Attributes:
         name: the recipe file's name, or default.
-        precision, scheme: of the body's linears (fp32, fp16, bf16, int8, int4, fp8, or source: the checkpoint's own
+        precision, scheme: of the body's linears (fp32, fp16, bf16, int8, int4, or source: the checkpoint's own
             integers), and how integers were chosen (rtn, gptq...).
         block_size: inputs that share a weight scale; 0 where weights are not in blocks.
         symmetric: whether integer 0 stands for weight 0 without a zero point.

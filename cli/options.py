@@ -127,7 +127,6 @@ PRECISIONS = {
     "int8": "8-bit weights.  [default, but of tensorrt]",
     "int4": "4-bit weights.  [default of tensorrt]",
     "source": "The integers that a quantized checkpoint has.  [its default]",
-    "fp8": "Weights in float8 (e4m3), for TensorRT on GPUs from Ada and Hopper on.",
 }
 
 

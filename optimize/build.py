@@ -87,7 +87,7 @@ def build(
         source: folder written by ``llmc export``.
         output: bundle folder to write; must not exist unless ``force``.
         target: cpu (default), cuda, tensorrt or tensorrt-rtx.
-        precision: fp32, fp16, int8 (default) or int4 (default of tensorrt), for GPUs also bf16 and fp8; of quantized
+        precision: fp32, fp16, int8 (default) or int4 (default of tensorrt), for TensorRT also bf16; of quantized
             checkpoints source (default); overrides the recipe's.
         max_context: longest sequence in tokens; default: the checkpoint's, at most 32,768, for TensorRT 4,096.
         max_batch: requests that may run at once; default 8.

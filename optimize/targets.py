@@ -59,7 +59,7 @@ def _tensorrt(name: str, minimum: str, precision: str, head: str) -> Capabilitie
     return Capabilities(
         name=name,
         engine=name,
-        precisions=("fp16", "bf16", "int8", "int4", "fp8", "fp32"),
+        precisions=("fp16", "bf16", "int8", "int4", "fp32"),
         caches=dict.fromkeys(("float16", "bfloat16", "float32"), minimum),
         computes=("float16", "bfloat16", "float32"),
         phases=("single",),

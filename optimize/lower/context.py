@@ -40,13 +40,6 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class Float8:
-    """Weights as float8 (e4m3) with a scale per output; with ``activations`` also its inputs, with one static scale."""
-
-    activations: bool = False
-
-
-@dataclass(frozen=True)
 class WeightOnly:
     """Integer weights in blocks, float activations (the engine may quantize them per block inside its kernel)."""
 
@@ -77,7 +70,7 @@ HEAD_BLOCK = 32
 # Values from which a head is worth a call of its own in each step, of 0.05 ms: a tenth of a small model's weights.
 LARGE_HEAD = 2**24
 
-QuantConfig = Float32 | Float16 | Computed | Float8 | WeightOnly | Mxfp4 | PerToken | Static
+QuantConfig = Float32 | Float16 | Computed | WeightOnly | Mxfp4 | PerToken | Static
 
 
 @dataclass(frozen=True)
@@ -185,13 +178,16 @@ class LoweringContext:
 
 
 def choose_embedding_config(stored: QuantConfigs, tied: bool) -> QuantConfig:
-    """A tied embedding shares the head's bytes. Rows of an untied one cost nothing per step: they keep 8 bits."""
+    """A tied embedding shares the head's bytes. Rows of an untied one cost nothing per step: they keep 8 bits.
+
+    TensorRT gathers no integers: its embedding has the type of activations.
+    """
     head = stored.of(HEAD)
-    if isinstance(head, Float8):
-        return Computed()
-    if tied or not isinstance(head, WeightOnly):
+    if not isinstance(head, WeightOnly):
         return head
-    return WeightOnly(Grid(8, head.grid.block))
+    if head.grid.positive:
+        return Computed()
+    return head if tied else WeightOnly(Grid(8, head.grid.block))
 
 
 def without_rotation(recipe: Recipe) -> Recipe:
@@ -224,9 +220,8 @@ def quant_configs(recipe: Recipe, geometry: Geometry) -> dict[str, QuantConfigs]
             **dict.fromkeys(("fp32", "fp16", "bf16"), Computed()),
             **dict.fromkeys(("int8", "source"), WeightOnly(Grid(8, positive=True))),
             "int4": WeightOnly(Grid(4, recipe.block_size, positive=True)),
-            "fp8": Float8(static),
         }
-    head = Float8() if recipe.head == "fp8" else weights[recipe.head]
+    head = weights[recipe.head]
     if recipe.precision == recipe.head == "int8" and not single:  # a large part of what a small model loses
         head = WeightOnly(Grid(8, min(recipe.block_size, HEAD_BLOCK)))
     layers = tuple(

@@ -12,7 +12,6 @@ from llmc.inventory import HEAD, MOST_MASKS, Experts, Linear
 from llmc.optimize.judge.evaluate import WINDOW
 from llmc.optimize.lower.context import (
     Computed,
-    Float8,
     Float16,
     Mxfp4,
     PerToken,
@@ -73,7 +72,7 @@ EXPERT_STEPS = 4
 ENGINE_LIBRARY = 350 * MB
 # What the driver, the engine's library and its kernels take of the machine's own memory beside a GPU; not measured yet.
 HOST = 600 * MB
-ENGINE_COPIES = {"int8": 1.1, "fp8": 1.1, "int4": 2.0}
+ENGINE_COPIES = {"int8": 1.1, "int4": 2.0}
 ENGINE_FLOAT_COPIES = 1.7
 # A golden prompt and its answer; with a text, one of its windows.
 GOLDEN_TOKENS = 40
@@ -98,7 +97,7 @@ def linear_bytes(linear: Linear, config: QuantConfig, *, copies: int = 1, comput
             sums = replace(linear, inputs=blocks)
             offsets = linear_bytes(sums, WeightOnly(OFFSETS), copies=copies, compute=compute) if grid.shifted else 0
             return linear.outputs * (inputs * grid.bits // 8 + scale * blocks * copies + zeros) + offsets
-        case PerToken() | Static() | Float8():  # a byte each, and a scale for each output
+        case PerToken() | Static():  # a byte each, and a scale for each output
             return linear.size + scale * linear.outputs
         case Computed():
             return scale * linear.size

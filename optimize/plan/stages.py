@@ -61,8 +61,8 @@ def _of_build(
     tokenizer, windows, batch = _tokenizer_bytes(path), (DEFAULT_SAMPLES, DEFAULT_LENGTH), limits.max_batch
     wider = replace(limits, max_batch=LARGEST_BATCH)
     cuts = choose_borders(geometry, limits, chosen, tokenizer, boxes, abilities.name) if boxes else []
-    on_disk = bundle_bytes(geometry, chosen, limits, tokenizer)
     if not abilities.has_gpu:
+        on_disk = bundle_bytes(geometry, chosen, limits, tokenizer)
         judged = bool(chosen.budget)
         build = plan_build(geometry, chosen, limits, tokenizer, *windows, judged=judged)
         seconds = estimate_build(geometry, chosen, DEFAULT_SAMPLES * DEFAULT_LENGTH, usable_threads())
@@ -78,6 +78,7 @@ def _of_build(
         ]
         return [replace(build, seconds=seconds, writes=on_disk, precision=chosen.precision), *(runs or [run])]
     device = device_plan(geometry, limits, chosen)
+    on_disk = tokenizer + device.weights * (2 if abilities.makes_engine else 1)  # an engine holds them again
     one_memory = unified and abilities.makes_engine  # the engine's builder runs kernels on the GPU
     build = plan_build(geometry, chosen, limits, tokenizer, *windows, device=device, one_memory=one_memory)
     return [

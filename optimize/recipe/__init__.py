@@ -34,7 +34,6 @@ DEFAULT_RANK = 16  # the most common one of adapters
 # Of a model that embeds or ranks: a text is one call, and attention scores it against itself, which takes the square.
 ENCODER_CONTEXT = 2048
 BITS = {"int8": 8, "int4": 4}
-QUANTIZED = (*BITS, "fp8")
 # Float precisions and what they compute in, where the target can choose.
 COMPUTED = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 MOST_RECIPE = 1 << 20  # bytes of a recipe file; those that come with llmc have a thousand
@@ -63,21 +62,21 @@ class Request:
 
     Attributes:
         description: one sentence for people.
-        precision: fp32, fp16 (on CPUs stored so, computed in float32), int8 (default), int4 (default of tensorrt); on
-            GPUs also bf16 and fp8. source, the default of quantized checkpoints, keeps their integers; what those leave
-            in floats becomes int8, for tensorrt fp16.
+        precision: fp32, fp16 (on CPUs stored so, computed in float32), int8 (default), int4 (default of tensorrt); for
+            TensorRT also bf16. source, the default of quantized checkpoints, keeps their integers; what those leave in
+            floats becomes int8, for tensorrt fp16.
         scheme: rtn (round to nearest with clip search) or gptq, of 4 bits and of a rotated graph with W8A8;
             default: gptq for these where the build can calibrate, else rtn.
         block_size: inputs that share a weight scale: 32 (default), 64 (default on CPUs of 4 bits by gptq), 128 (default
             for TensorRT) or 256; TensorRT's int8 has one per output. On cuda only 32 has fast kernels.
         symmetric: of 4 bits: false (default on CPUs) for a zero point per block, true (default on GPUs) for none;
             TensorRT takes no zero points, and on cuda they have no fast kernels.
-        head: int8, int4, fp16 or fp32, of the head and a tied embedding; default: as ``precision``, beside int4 int8,
-            for tensorrt fp16.
+        head: int8, int4, fp16 or fp32, of the head and a tied embedding, but for TensorRT embeddings stay floats;
+            default: as ``precision``, beside int4 int8, for tensorrt fp16.
         phases: split (a W8A8 graph for prefill beside the weight-only one, default on CPUs), shared (one graph, less
             memory) or single (one engine; TensorRT knows nothing else).
         activations: of the W8A8 graph: per-token (default on CPUs); a shared graph is W8A8 where this is said. For
-            TensorRT none (default) or static, one calibrated scale per tensor, with int8 and fp8.
+            TensorRT none (default) or static, one calibrated scale per tensor, with int8.
         smoothing: SmoothQuant's alpha, 0 ... 1; default 0, off, but 0.6 for per-token activations of a model whose
             residual stream cannot be rotated, where the build can calibrate.
         sparsity: pruned weights of the layers' linears: "2:4", or the share of each row that becomes zero, as 0.5;
@@ -273,7 +272,7 @@ def resolve(
     layers = {key: _one_of(f"layers: {key}", value, target.precisions) for key, value in (request.layers or {}).items()}
     stored = {rest, head, *layers.values()}
     _refuse_integer_keys(request, precision, stored)
-    phases = _phases(request.phases, target, integers=rest in QUANTIZED, one=one_graph)
+    phases = _phases(request.phases, target, integers=rest in BITS, one=one_graph)
     compute = _compute(request.compute, precision, target)
     activations = _activations(request.activations, phases, stored, target)
     # For W8A8 of a smoothed stream a text chooses nothing that is better than the nearest.
@@ -471,9 +470,7 @@ def needs_calibration(recipe: Recipe) -> str | None:
 
 def _refuse_integer_keys(request: Request, precision: str, stored: set[str]) -> None:
     """Keys that say how integers are chosen mean nothing where there are none."""
-    meaningless: tuple[str, ...] = () if not stored.isdisjoint(BITS) else ("block_size", "scheme")
-    if stored.isdisjoint(QUANTIZED):
-        meaningless += ("activations", "smoothing")
+    meaningless = ("block_size", "scheme", "activations", "smoothing") if stored.isdisjoint(BITS) else ()
     for key in meaningless:
         if getattr(request, key) is not None:
             raise UsageError(f"{key} is for int8 and int4, the precision is {precision}; leave it out")
@@ -490,8 +487,8 @@ def _activations(asked: str | None, phases: str, stored: set[str], target: Capab
             )
         return either(asked, "none")
     found = str(_one_of("activations", either(asked, target.activations[0]), target.activations))
-    if phases == "single" and found == "static" and stored.isdisjoint(("int8", "fp8")):
-        raise UsageError("activations is 'static', which goes with int8 or fp8 weights, and there are none")
+    if phases == "single" and found == "static" and "int8" not in stored:
+        raise UsageError("activations is 'static', which goes with int8 weights, and there are none")
     return found
 
 

@@ -11,7 +11,7 @@ MOST_EXPANDED = 1.5
 # Kernels and tables, which outweigh the weights of small models: 23 MB in float16, 42 MB in int8 and int4 for the 30
 # layers of SmolLM2-135M (TensorRT-RTX 1.7.1).
 FIXED_BYTES = 64 << 20
-KINDS = {onnx.TensorProto.INT8: "int8", onnx.TensorProto.INT4: "int4", onnx.TensorProto.FLOAT8E4M3FN: "fp8"}
+KINDS = {onnx.TensorProto.INT8: "int8", onnx.TensorProto.INT4: "int4"}
 MB = 10**6
 
 

@@ -123,9 +123,8 @@ def _compute_capabilities(
     known = nameable_gpus(library) if library is not None else ()
     possible = tuple(gpu for gpu in known if wanted.isdisjoint(list_absent_precisions(target.name, gpu)))
     if asked is None:
-        usual = {gpu for gpu in known if version(gpu) >= AMPERE}
-        older = here is not None and here.compute_capability in set(possible) - usual
-        return () if usual <= set(possible) and not older else possible
+        older = here is not None and here.compute_capability in possible and version(here.compute_capability) < AMPERE
+        return possible if older else ()
     if library is None:
         raise UsageError(f"compute_capabilities is {asked!r}, but a deferred engine is for the GPU where it is built")
     if not known:

@@ -7,8 +7,8 @@ from llmc.bundle import version
 # nothing, that of NVIDIA's Model Optimizer.
 PRECISIONS = {
     "cuda": {"fp32": "7.5", "fp16": "7.5", "int8": "7.5", "int4": "7.5"},
-    "tensorrt": {"fp32": "7.5", "fp16": "7.5", "bf16": "8.0", "int8": "7.5", "int4": "8.0", "fp8": "8.9"},
-    "tensorrt-rtx": {"fp32": "7.5", "fp16": "7.5", "bf16": "8.0", "int8": "8.0", "int4": "8.0", "fp8": "8.9"},
+    "tensorrt": {"fp32": "7.5", "fp16": "7.5", "bf16": "8.0", "int8": "7.5", "int4": "8.0"},
+    "tensorrt-rtx": {"fp32": "7.5", "fp16": "7.5", "bf16": "8.0", "int8": "8.0", "int4": "8.0"},
 }
 
 

@@ -54,7 +54,7 @@ def save(tmp_path: Path, manifest: Manifest) -> Callable[..., Path]:
 # --------------------------------------------------------------------------------------------------------------- build
 
 
-@pytest.mark.parametrize(("target", "precision"), [("cuda", "fp16"), ("tensorrt", "bf16"), ("tensorrt-rtx", "fp8")])
+@pytest.mark.parametrize(("target", "precision"), [("cuda", "fp16"), ("tensorrt", "bf16"), ("tensorrt-rtx", "int8")])
 def test_target_and_precision_reach_the_library(
     llmc: Any, library: Any, export_folder: Path, target: str, precision: str
 ):
@@ -72,7 +72,7 @@ def test_every_choice_of_the_engine_reaches_the_library(llmc: Any, library: Any,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--bf16", "--fp8"], "--bf16 and --fp8 contradict each other"),
+        (["--bf16", "--int8"], "--bf16 and --int8 contradict each other"),
         (["--target", "gpu"], "target 'gpu' is unknown; expected one of cpu, cuda, tensorrt, tensorrt-rtx"),
         (
             ["--target", "tensorrt-rtx", "--deferred", "--compute-capabilities", "8.9"],

@@ -62,6 +62,12 @@ def test_bytes_on_disk_are_told_before_they_are_written(
     assert "writes" not in llmc("plan", tiny_bundle).out
 
 
+def test_a_bundle_with_an_engine_holds_its_weights_twice(llmc, tiny_export: Path):
+    plans = [llmc("plan", tiny_export, "--json", "--fp16", "--target", name).out for name in ("cuda", "tensorrt")]
+    once, twice = (stages(out)["build"]["writes"] - (tiny_export / "tokenizer.json").stat().st_size for out in plans)
+    assert twice == 2 * once > 0
+
+
 @pytest.mark.usefixtures("roomy")
 def test_too_little_memory_is_told_before_the_export(llmc, tiny_checkpoint: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr("llmc.export.export", lambda *args, **options: pytest.fail("exported"))

@@ -35,9 +35,9 @@ ANSWERED = 4 * 16 + 32
 DEFERRED = EngineRequest(deferred=True)
 # One layer kind in more bits than the others, and the head too.
 INT4 = Request(precision="int4", head="int8", layers={"*.mlp.down_proj": "int8"})
-# Mean KL of a decoder of random weights, several times what was measured: 1e-5, 1e-4, 0, 0.005, 0.4 and 0.04. A lost
+# Mean KL of a decoder of random weights, several times what was measured: 1e-5, 1e-4, 0, 0.005 and 0.4. A lost
 # bias alone gives more than 1.
-LARGEST_KL = {"fp16": 1e-4, "bf16": 5e-4, "fp32": 1e-6, "int8": 0.02, "int4": 0.9, "fp8": 0.15}
+LARGEST_KL = {"fp16": 1e-4, "bf16": 5e-4, "fp32": 1e-6, "int8": 0.02, "int4": 0.9}
 COMPUTES = {"bf16": "bfloat16", "fp32": "float32"}
 NO_DRIVER = "no NVIDIA driver is here; install it"
 
@@ -163,7 +163,7 @@ def test_every_precision_is_judged_on_the_cpu(exported: Callable[[str], Any], tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "int4", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
 def test_every_precision_becomes_an_engine(exported: Callable[[str], Any], tmp_path: Path, precision: str):
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine")
     output = tmp_path / "out" / "bundle"
@@ -171,8 +171,7 @@ def test_every_precision_becomes_an_engine(exported: Callable[[str], Any], tmp_p
     assert whole(report)
     check_quality(report.manifest, precision)
     assert (output / "engine.plan").stat().st_size > 100_000
-    for_gpus = ("8.9", "12.0", "12.1") if precision == "fp8" else ()
-    assert engine_of(report.manifest).compute_capabilities == for_gpus
+    assert engine_of(report.manifest).compute_capabilities == ()
 
 
 @pytest.mark.parametrize("precision", ["fp16", "int4"])

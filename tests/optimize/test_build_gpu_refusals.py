@@ -21,7 +21,7 @@ DEFERRED = EngineRequest(deferred=True)
         ("cuda", {"engine": EngineRequest(optimization_level=1)}, "engine: is for TensorRT, the target is cuda"),
         ("cpu", {"engine": DEFERRED}, "engine: is for TensorRT, the target is cpu"),
         ("cuda", {"precision": "bf16"}, "precision is 'bf16', expected one of fp16, int8, int4, fp32"),
-        ("cpu", {"precision": "fp8"}, "precision is 'fp8', expected one of fp32, fp16, int8, int4"),
+        ("tensorrt", {"precision": "fp8"}, "precision is 'fp8', expected one of fp16, bf16, int8, int4, fp32"),
         (
             "tensorrt",
             {"recipe": Request(phases="split")},

@@ -51,10 +51,9 @@ def test_every_precision_of_a_target_for_gpus_is_in_the_table():
 @pytest.mark.parametrize(
     ("target", "capability", "expected"),
     [
-        ("tensorrt-rtx", "7.5", {"bf16": "8.0", "int8": "8.0", "int4": "8.0", "fp8": "8.9"}),
-        ("tensorrt-rtx", "8.6", {"fp8": "8.9"}),
-        ("tensorrt", "7.5", {"bf16": "8.0", "int4": "8.0", "fp8": "8.9"}),
-        ("tensorrt", "8.7", {"fp8": "8.9"}),
+        ("tensorrt-rtx", "7.5", {"bf16": "8.0", "int8": "8.0", "int4": "8.0"}),
+        ("tensorrt-rtx", "8.6", {}),
+        ("tensorrt", "7.5", {"bf16": "8.0", "int4": "8.0"}),
         ("tensorrt", "11.0", {}),
         ("cuda", "7.5", {}),
         ("cpu", "", {}),

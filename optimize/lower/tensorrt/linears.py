@@ -1,11 +1,10 @@
 """Linears for TensorRT: a MatMul with weights [K, N], explicitly dequantized where they are stored in fewer bits."""
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
 from llmc.errors import BuildError
-from llmc.optimize.lower.context import Computed, Float8, LoweringContext, QuantConfig, Static, WeightOnly
+from llmc.optimize.lower.context import Computed, LoweringContext, QuantConfig, Static, WeightOnly
 from llmc.optimize.lower.linears import replace_linears
 from llmc.optimize.lower.raising import Linear
 from llmc.optimize.lower.rewrite import Emitter, constant, initializer
@@ -27,9 +26,9 @@ def _lower_linear(linear: Linear, context: LoweringContext, rounded: dict[ir.Val
     """``rounded`` are the inputs that earlier linears rounded."""
     x, config, emit = linear.node.inputs[0], context.quant.of(linear.module), Emitter(linear.node)
     assert x is not None
-    if isinstance(config, Static) or (isinstance(config, Float8) and config.activations):
+    if isinstance(config, Static):
         if x not in rounded:
-            rounded[x] = _round_input(linear, x, config, context)
+            rounded[x] = _round_input(linear, x, context)
         x = rounded[x]
     output = emit("MatMul", x, _weight(Emitter(linear.node, f"{linear.name}.weight"), linear, config, context))
     return emit("Add", output, _bias(emit.graph, linear, context)) if linear.biases else output
@@ -43,14 +42,11 @@ def _weight(emit: Emitter, linear: Linear, config: QuantConfig, context: Lowerin
             return emit("Transpose", initializer(graph, weights.float_rows(linear.weights[0], context)), perm=[1, 0])
         case Computed():
             return initializer(graph, weights.float_columns(linear, context))
-        case Float8():
-            stored, scales = (initializer(graph, tensor) for tensor in weights.float8_columns(linear, context))
-            return emit("DequantizeLinear", stored, scales, axis=1)
         case WeightOnly(grid) | Static(grid) if (grid.bits, bool(grid.block)) in ((8, False), (4, True)):
             return _emit_dequantize(emit, linear, _record_grid(graph, linear, grid), context)
     raise BuildError(
-        f"{linear.module}: TensorRT takes no weights stored as {config}; expected floats, float8, int8 with a scale "
-        "per output or int4 in blocks"
+        f"{linear.module}: TensorRT takes no weights stored as {config}; expected floats, int8 with a scale per output "
+        "or int4 in blocks"
     )
 
 
@@ -69,22 +65,14 @@ def _record_grid(graph: ir.Graph, linear: Linear, grid: Grid) -> Grid:
     return found
 
 
-def _round_input(linear: Linear, x: ir.Value, config: Static | Float8, context: LoweringContext) -> ir.Value:
+def _round_input(linear: Linear, x: ir.Value, context: LoweringContext) -> ir.Value:
     emit = Emitter(linear.node, f"{linear.name}.input")
-    largest = context.calibrated.activation(linear.module)
-    if isinstance(config, Float8):
-        scale, zero = static.activation_scale(largest) * static.LARGEST / weights.LARGEST_FLOAT8, _FLOAT8_ZERO
-    else:
-        scale, zero = static.activation_scale(largest), _INT8_ZERO
+    scale = static.activation_scale(context.calibrated.activation(linear.module))
     held = weights.round_scales(np.array(scale, np.float32), context.array_type)
     scale_value = constant(emit.graph, f"{emit.name}.scale", held)
-    zero_value = constant(emit.graph, f"const.{zero.dtype.name}.zero", zero)
+    zero_value = constant(emit.graph, "const.int8.zero", np.array(0, np.int8))
     rounded = emit("QuantizeLinear", x, scale_value, zero_value)
     return emit("DequantizeLinear", rounded, scale_value, zero_value)
-
-
-_INT8_ZERO = np.array(0, np.int8)
-_FLOAT8_ZERO = np.array(0, ml_dtypes.float8_e4m3fn)
 
 
 def _bias(graph: ir.Graph, linear: Linear, context: LoweringContext) -> ir.Value:

@@ -13,7 +13,6 @@ from llmc.exported import Weight, in_parallel, pieces, sizes
 from llmc.inventory import EMBEDDING
 from llmc.optimize.lower.context import ARRAY_TYPES, LoweringContext
 from llmc.optimize.lower.raising import Linear
-from llmc.optimize.lower.tensorrt.words import pack_table
 from llmc.optimize.quantize.grid import Float, Grid, Quantized
 from llmc.optimize.weights.store import grid_name
 
@@ -22,7 +21,6 @@ Array = NDArray[np.generic]
 # The smallest scale that is stored. float16 still has 16 steps below it; weights of a group that would need a smaller
 # one are below 2e-4 and are rounded to this one.
 SMALLEST_SCALE = 2.0**-20
-LARGEST_FLOAT8 = 448.0  # of e4m3
 INT4_BLOCKS = (128, 64, 32)
 TABLE = f"{EMBEDDING}.weight"
 
@@ -72,28 +70,6 @@ def float_columns(linear: Linear, context: LoweringContext) -> ir.ExternalTensor
     return context.weights.add([f"{linear.tensor}.{context.compute}.columns"], make)[0]
 
 
-def float8_columns(linear: Linear, context: LoweringContext) -> list[ir.ExternalTensor]:
-    """A linear's weights float8 e4m3 [K, N] and their scales [N] in the compute type."""
-    dtype = context.array_type
-
-    def make() -> list[Array]:
-        values = np.empty((linear.inputs, linear.outputs), ml_dtypes.float8_e4m3fn)
-        scales = np.empty(linear.outputs, dtype)
-
-        def fill(tensor: Weight, span: tuple[int, int], columns: slice) -> None:
-            rows = context.calibrated.rows(tensor, *span)
-            found = round_scales(np.abs(rows).max(axis=1) / LARGEST_FLOAT8, dtype)
-            scaled = np.clip(rows / found.astype(np.float32)[:, None], -LARGEST_FLOAT8, LARGEST_FLOAT8)
-            values[:, columns] = scaled.T.astype(ml_dtypes.float8_e4m3fn)
-            scales[columns] = found
-
-        _each_part(linear, fill)
-        return [values, scales]
-
-    name = f"{linear.tensor}.float8.{context.compute}"
-    return context.weights.add([name, f"{name}.scales"], make)
-
-
 def _each_part(linear: Linear, work: Callable[[Weight, tuple[int, int], slice], None]) -> None:
     """Call ``work`` with pieces of rows of a linear's tensors, and the columns of the whole that they become."""
     start = 0
@@ -130,8 +106,6 @@ def integer_columns(linear: Linear, grid: Grid, context: LoweringContext) -> lis
 
     def make() -> list[Array]:
         found = context.calibrated.quantize_stacked(linear.weights, grid)
-        if linear.weights[0].name == TABLE:  # a tied head: choosing its integers again would take as long again
-            pack_table(linear.weights[0], grid, context, found)
         values, scales = as_stored(found, dtype)
         return [values.T.astype(kind, order="C"), scales.T if grid.block else scales[:, 0]]
 

@@ -125,7 +125,7 @@ def ratio(export: Path, output: Path, precision: str, forgotten: int = 0) -> flo
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        *(("llama-biases", precision) for precision in ("fp16", "int8", "int4", "fp8")),
+        *(("llama-biases", precision) for precision in ("fp16", "int8", "int4")),
         ("qwen2-tied-bf16", "bf16"),
         ("qwen2-tied-bf16", "int8"),
     ],

@@ -11,7 +11,7 @@ from llmc.bundle import Limits, Recipe, read_bundle
 from llmc.errors import ResourceError
 from llmc.inventory import BACK, LET_GO_STEP, Linear
 from llmc.optimize.build import build
-from llmc.optimize.lower.context import Computed, Float8, Float16, Float32, PerToken, WeightOnly
+from llmc.optimize.lower.context import Computed, Float16, Float32, PerToken, WeightOnly
 from llmc.optimize.plan import time
 from llmc.optimize.plan.memory import BLOCK_COPIES, linear_bytes, memory_plan, weight_bytes
 from llmc.optimize.plan.time import estimate_build
@@ -41,7 +41,6 @@ def recipe(**request: object) -> Recipe:
         (Float16(), {}, 10 * 200 * 4),  # float32 in memory
         (Float16(), {"compute": 4}, 10 * 200 * 2),
         (Computed(), {"compute": 2}, 10 * 200 * 2),
-        (Float8(), {"compute": 2}, 10 * 200 + 10 * 2),
         (PerToken(), {"copies": 3}, 10 * 200 + 10 * 4),
         (WeightOnly(Grid(8)), {"compute": 2}, 10 * 200 + 10 * 2),
         (WeightOnly(Grid(8, 128)), {}, 10 * (2 * 128 + 2 * 4)),  # the second block is padded

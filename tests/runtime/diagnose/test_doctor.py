@@ -69,15 +69,17 @@ def test_the_graph_that_is_tried_is_one():
 
 def test_a_gpu_that_the_library_does_not_list_and_precisions_that_it_lacks_are_named(monkeypatch: pytest.MonkeyPatch):
     class Opened:
-        device = DeviceInfo("Orin", "8.7", 8, True, "13.2")
+        device = DeviceInfo("Tesla T4", "7.5", 8, True, "13.2")
 
     monkeypatch.setattr(attempts, "open_driver", Opened)
     library = type("Library", (), {"__version__": "10.16", "Runtime": None})
     monkeypatch.setattr(attempts, "load_library", lambda target: library)
     monkeypatch.setattr(attempts, "make_object", lambda library, make: None)
-    assert attempts.open_engine("tensorrt").endswith("Orin (8.7), driver for CUDA 13.2; no fp8 (from 8.9 on)")
+    assert attempts.open_engine("tensorrt").endswith(
+        "Tesla T4 (7.5), driver for CUDA 13.2; no bf16 (from 8.0 on), int4 (from 8.0 on)"
+    )
     monkeypatch.setattr(attempts, "lists_gpu", lambda library, capability: False)
-    with pytest.raises(GpuError, match=r"tensorrt 10\.16 does not list the GPU Orin"):
+    with pytest.raises(GpuError, match=r"tensorrt 10\.16 does not list the GPU Tesla T4"):
         attempts.open_engine("tensorrt")
 
 

@@ -1,7 +1,7 @@
 """Random tiny exports of every family, lowered for TensorRT and run by ONNX Runtime as the parser gets them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,8 @@ from doubles.lowerings import Lowering, long_texts, open_session, replace_weight
 
 from llmc.bundle import DECODER_FILE, Limits
 from llmc.exported import rows_of
-from llmc.optimize.lower.context import (
-    HEAD,
-    Computed,
-    Float8,
-    LoweringContext,
-    QuantConfig,
-    QuantConfigs,
-    Static,
-    WeightOnly,
-)
-from llmc.optimize.lower.tensorrt.weights import LARGEST_FLOAT8, as_stored
+from llmc.optimize.lower.context import HEAD, Computed, LoweringContext, QuantConfig, QuantConfigs, Static, WeightOnly
+from llmc.optimize.lower.tensorrt.weights import as_stored
 from llmc.optimize.passes import PASSES
 from llmc.optimize.quantize import rtn
 from llmc.optimize.targets import NATIVE
@@ -232,24 +223,17 @@ def stands_for(weights: np.ndarray, form: QuantConfig, compute: str) -> np.ndarr
         case WeightOnly(grid) | Static(grid):
             values, scales = as_stored(rtn.quantize(weights, grid), np.dtype(compute))
             return values * np.repeat(scales.astype(np.float32), grid.width(weights.shape[1]), axis=1)
-        case Float8():
-            import torch
-
-            scales = np.abs(weights).max(axis=1, keepdims=True) / LARGEST_FLOAT8
-            scales = scales.astype(compute).astype(np.float32)
-            rounded = torch.from_numpy(weights / scales).to(torch.float8_e4m3fn).float().numpy()
-            return rounded * scales
     return weights
 
 
 def dequantized(lowered: Lowering, folder: Path) -> Path:
     """The portable decoder with the weights that those of a lowering stand for, in ``folder``.
 
-    A tied embedding's rows are on their own grid: it becomes an initializer of its own.
+    A tied embedding, which stays as it is, becomes an initializer of its own.
     """
     model, plan = ir.load(lowered.export / DECODER_FILE), lowered.context
     table = model.graph.initializers[f"{EMBEDDING}.weight"]
-    _give_rows(model.graph, table, embedding_rows(rows_of(table.const_value), plan))
+    _give_rows(model.graph, table, rows_of(table.const_value))
 
     def stored(module: str, array: np.ndarray) -> np.ndarray:
         return stands_for(array, plan.quant.of(HEAD if module == EMBEDDING else module), plan.compute)
@@ -258,14 +242,6 @@ def dequantized(lowered: Lowering, folder: Path) -> Path:
     folder.mkdir()
     ir.save(model, folder / DECODER_FILE)
     return folder
-
-
-def embedding_rows(array: np.ndarray, plan: LoweringContext) -> np.ndarray:
-    match plan.embedding:
-        case WeightOnly(grid) | Static(grid):
-            block = grid.block if array.shape[1] % max(1, grid.block) == 0 else 0
-            return rtn.quantize(array, replace(grid, block=block)).dequantize()
-    return array
 
 
 def _give_rows(graph: ir.Graph, table: ir.Value, rows: np.ndarray) -> None:

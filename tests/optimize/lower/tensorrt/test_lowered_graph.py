@@ -5,7 +5,7 @@ import onnx_ir as ir
 import pytest
 from doubles.lowerings import difference, relative_difference, varied
 
-from llmc.optimize.lower.context import Computed, Float8, QuantConfig, WeightOnly
+from llmc.optimize.lower.context import Computed, QuantConfig, WeightOnly
 from llmc.optimize.lower.tensorrt.native import widen_attention
 from llmc.optimize.quantize.grid import Grid
 
@@ -23,7 +23,6 @@ WEIGHTS: dict[str, QuantConfig] = {
     "float": Computed(),
     "int8": WeightOnly(Grid(8, positive=True)),
     "int4": WeightOnly(Grid(4, 32, positive=True)),
-    "float8": Float8(),
 }
 QUANTIZED = [name for name in WEIGHTS if name != "float"]
 # Biases; wide heads, a window and an untied head; a tied head, norms of each head.

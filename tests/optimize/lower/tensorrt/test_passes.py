@@ -10,7 +10,7 @@ from doubles.lowerings import varied
 
 from llmc.errors import BuildError
 from llmc.optimize import passes
-from llmc.optimize.lower.context import Computed, Float8, Float32, PerToken, Static, WeightOnly
+from llmc.optimize.lower.context import Computed, Float32, PerToken, Static, WeightOnly
 from llmc.optimize.lower.rewrite import remove_dead
 from llmc.optimize.quantize.grid import Grid
 
@@ -23,7 +23,7 @@ BIASES, WINDOW, TIED, NORMS = (
 LAYER = "model.layers.0"
 COMPUTES = ("float32", "float16", "bfloat16")
 INT8, INT4 = WeightOnly(Grid(8, positive=True)), WeightOnly(Grid(4, 32, positive=True))
-WEIGHTS = {"float": Computed(), "int8": INT8, "int4": INT4, "static int8": Static(INT8.grid), "float8": Float8(True)}
+WEIGHTS = {"float": Computed(), "int8": INT8, "int4": INT4, "static int8": Static(INT8.grid)}
 
 
 def operators(lowered) -> Counter[str]:
@@ -197,37 +197,16 @@ def test_weights_that_tensorrt_does_not_take_are_refused_by_name(exported, lower
 # --------------------------------------------------------------------------------------------------- norms, embedding
 
 
-@pytest.mark.parametrize(
-    ("head", "gathered"), [(Computed(), ["FLOAT16"]), (INT8, ["INT32", "FLOAT"]), (INT4, ["INT32", "FLOAT"])]
-)
-def test_lower_embedding_gathers_floats_or_words(exported, lowering, head, gathered):
-    lowered = lowering(exported(TIED).export, Computed(), head, compute="float16")
-    assert lowered.apply("lower embedding") == 1
-    gathers = [node for node in lowered.nodes("Gather") if node.name.startswith("model.embed_tokens")]
-    assert [node.inputs[0].const_value.dtype.name for node in gathers] == gathered
-    assert {node.inputs[1].name for node in gathers} == {"input_ids"}
-
-
-@pytest.mark.parametrize("head", [INT8, WeightOnly(Grid(4, 128, positive=True))])
-def test_the_integers_of_a_tied_head_are_chosen_once(exported, lowering, monkeypatch, head):
-    lowered = lowering(exported(TIED).export, Computed(), head).before("lower linears")
-    chosen: list[str] = []
-    quantized = lowered.context.calibrated.quantize_stacked
-
-    def counted(tensors, grid):
-        chosen.extend(tensor.name for tensor in tensors)
-        return quantized(tensors, grid)
-
-    monkeypatch.setattr(lowered.context.calibrated, "quantize_stacked", counted)
-    lowered.finish()
-    assert chosen == ["model.embed_tokens.weight"]
-
-
-def test_an_embedding_in_a_form_that_cannot_be_gathered_is_refused(exported, lowering):
-    lowered = lowering(exported(TIED).export).before("lower embedding")
-    lowered.context = replace(lowered.context, quant=replace(lowered.context.quant, head=PerToken()))
-    with pytest.raises(BuildError, match=r"model.embed_tokens: TensorRT gathers no rows stored as PerToken"):
-        lowered.apply("lower embedding")
+@pytest.mark.parametrize("head", [Computed(), INT8, INT4])
+@pytest.mark.parametrize("name", [BIASES, TIED])
+def test_the_embedding_is_in_the_type_of_activations_beside_a_head_of_integers(exported, lowering, name, head):
+    """TensorRT gathers no integers, so a tied head of integers has bytes of its own."""
+    lowered = lowering(exported(name).export, Computed(), head, compute="float16").finish()
+    tables = {key: value for key, value in lowered.graph.initializers.items() if "embed_tokens.weight" in key}
+    [gather] = [node for node in lowered.nodes("Gather") if node.inputs[0] in tables.values()]
+    assert (gather.inputs[0].const_value.dtype.name, gather.inputs[1].name) == ("FLOAT16", "input_ids")
+    integers = [key for key, value in tables.items() if value.const_value.dtype.name in ("INT8", "INT4")]
+    assert len(integers) == (name == TIED and head != Computed())
 
 
 # ------------------------------------------------------------------------------------------ a pass that misses its mark

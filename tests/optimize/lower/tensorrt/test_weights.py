@@ -6,7 +6,7 @@ import onnx_ir as ir
 import pytest
 
 from llmc.errors import BuildError
-from llmc.optimize.lower.context import Computed, Float8, WeightOnly, quant_configs
+from llmc.optimize.lower.context import Computed, WeightOnly, quant_configs
 from llmc.optimize.lower.tensorrt.weights import SMALLEST_SCALE, as_stored, fit_grid, narrow_values, round_scales
 from llmc.optimize.quantize import rtn
 from llmc.optimize.quantize.grid import Grid, Quantized
@@ -120,9 +120,7 @@ def test_an_odd_number_of_int4_outputs_is_refused(exported, lowering):
 
 
 @pytest.mark.parametrize(
-    "weights",
-    [Computed(), Float8(), WeightOnly(Grid(8, positive=True)), WeightOnly(Grid(4, 32, positive=True))],
-    ids=str,
+    "weights", [Computed(), WeightOnly(Grid(8, positive=True)), WeightOnly(Grid(4, 32, positive=True))], ids=str
 )
 def test_weights_are_written_once_and_come_back_from_the_file(exported, lowering, weights):
     lowered = lowering(exported("llama-biases").export, weights, compute="float16").finish()
