@@ -135,8 +135,7 @@ class Pages:
         if slot in others:
             slot = next(free for free in range(2 * len(self._own)) if free not in {*others, *self._own, before})
         self._map(row, slot, (before, end) if end else None)
-        if not end and before not in others and before not in self._own:
-            self._free(before)
+        self._trim(before)
 
     def release(self, row: int) -> None:
         """Give the memory of a row back, except common pages."""
@@ -180,6 +179,16 @@ class Pages:
                 f"the system does not map pages of the cache ({os.strerror(ctypes.get_errno())}); allow it more "
                 "(sysctl vm.max_map_count), or run with a smaller --max-batch"
             )
+
+    def _trim(self, slot: int) -> None:
+        """Give back what no row maps of a slot that no row writes."""
+        if slot in self._own:
+            return
+        end = max((common[1] for common in self._common if common and common[0] == slot), default=0)
+        for it in self._tensors:
+            kept = whole_pages(0, end * it.width)[1]
+            for start in it.list_heads(slot):
+                self._punch(start + kept, it.size - kept)
 
     def _free(self, slot: int) -> None:
         for it in self._tensors:
