@@ -201,6 +201,14 @@ def test_samples_share_the_pages_of_a_prompt_and_give_memory_back(made: Made):
     assert taken(cache) == 0
 
 
+def test_tensors_of_other_widths_are_of_one_length_at_a_capacity_that_fills_no_page(made: Made):
+    cache = made((Cache("0", "kv", (2, 32), 0), Cache("1", "kv", (1, 64), 0)), limits=replace(LIMITS, max_context=1001))
+    cache.reserve(3, 1001)
+    assert len({array.shape[2] for array in cache.arrays}) == 1
+    fill(cache, 0, [7] * 1001)
+    assert seen(cache, 0, 1001) == [[7] * 1001] * 4
+
+
 def test_what_only_a_row_that_ended_had_is_given_back_while_others_hold_its_common_pages(made: Made):
     cache = made((Cache("0", "kv", (2, 64), 0), Cache("1", "kv", (1, 64), 0)))
     if cache._pages is None:
