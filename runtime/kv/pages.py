@@ -40,11 +40,6 @@ class _Tensor(NamedTuple):
         start = self.start + slot * self.heads * self.size
         return range(start, start + self.heads * self.size, self.size)
 
-    def round_up(self, positions: int) -> int:
-        """Positions, at least so many, that fill whole pages."""
-        step = mmap.PAGESIZE // gcd(mmap.PAGESIZE, self.width)
-        return -(-positions // step) * step
-
 
 class _View(NamedTuple):
     """Addresses at which a tensor's rows lie: the first one, and bytes from head to head."""
@@ -75,9 +70,11 @@ class Pages:
         if needed > int(MAX_MAPPINGS.read_text()) // PART_OF_MAPPINGS:
             raise OSError(f"that may take {needed} mappings, too large a part of vm.max_map_count")
         self._dtype, self._tensors, end = dtype, list[_Tensor](), 0
+        # Positions that fill whole pages of every tensor: graphs want all tensors to be of one length.
+        self._step = mmap.PAGESIZE // gcd(mmap.PAGESIZE, *(values * dtype.itemsize for _, values in shapes))
         for heads, values in shapes:
-            it = _Tensor(end, heads, values, 0, values * dtype.itemsize)
-            self._tensors.append(it._replace(size=it.round_up(positions) * it.width))
+            width = values * dtype.itemsize
+            self._tensors.append(_Tensor(end, heads, values, self._round_up(positions) * width, width))
             end += 2 * rows * heads * self._tensors[-1].size
         self._file = os.memfd_create("llmc-kv-cache")
         weakref.finalize(self, os.close, self._file)
@@ -89,7 +86,7 @@ class Pages:
     def resize(self, rows: int, positions: int) -> list[NDArray[Any]]:
         """Map everything at addresses for at least so many positions; the arrays, which end no sooner than the others
         before. A failure changes nothing."""
-        shapes = [(rows, it.heads, it.round_up(positions), it.values) for it in self._tensors]
+        shapes = [(rows, it.heads, self._round_up(positions), it.values) for it in self._tensors]
         sizes = [prod(shape) * self._dtype.itemsize for shape in shapes]
         flat = np.frombuffer(map_fresh(sum(sizes), NO_RESERVE), np.uint8)
         parts = np.split(flat, np.cumsum(sizes)[:-1])
@@ -103,6 +100,9 @@ class Pages:
             self._views, self._common = before
             raise
         return [part.view(self._dtype).reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def _round_up(self, positions: int) -> int:
+        return -(-positions // self._step) * self._step
 
     def shares(self, row: int) -> int:
         """Positions of a row that lie in common pages, which it must not write."""
@@ -135,8 +135,7 @@ class Pages:
         if slot in others:
             slot = next(free for free in range(2 * len(self._own)) if free not in {*others, *self._own, before})
         self._map(row, slot, (before, end) if end else None)
-        if not end and before not in others and before not in self._own:
-            self._free(before)
+        self._trim(before)
 
     def release(self, row: int) -> None:
         """Give the memory of a row back, except common pages."""
@@ -180,6 +179,16 @@ class Pages:
                 f"the system does not map pages of the cache ({os.strerror(ctypes.get_errno())}); allow it more "
                 "(sysctl vm.max_map_count), or run with a smaller --max-batch"
             )
+
+    def _trim(self, slot: int) -> None:
+        """Give back what no row maps of a slot that no row writes."""
+        if slot in self._own:
+            return
+        end = max((common[1] for common in self._common if common and common[0] == slot), default=0)
+        for it in self._tensors:
+            kept = whole_pages(0, end * it.width)[1]
+            for start in it.list_heads(slot):
+                self._punch(start + kept, it.size - kept)
 
     def _free(self, slot: int) -> None:
         for it in self._tensors:

@@ -201,6 +201,29 @@ def test_samples_share_the_pages_of_a_prompt_and_give_memory_back(made: Made):
     assert taken(cache) == 0
 
 
+def test_tensors_of_other_widths_are_of_one_length_at_a_capacity_that_fills_no_page(made: Made):
+    cache = made((Cache("0", "kv", (2, 32), 0), Cache("1", "kv", (1, 64), 0)), limits=replace(LIMITS, max_context=1001))
+    cache.reserve(3, 1001)
+    assert len({array.shape[2] for array in cache.arrays}) == 1
+    fill(cache, 0, [7] * 1001)
+    assert seen(cache, 0, 1001) == [[7] * 1001] * 4
+
+
+def test_what_only_a_row_that_ended_had_is_given_back_while_others_hold_its_common_pages(made: Made):
+    cache = made((Cache("0", "kv", (2, 64), 0), Cache("1", "kv", (1, 64), 0)))
+    if cache._pages is None:
+        pytest.skip("it shares none")
+    cache.reserve(3, 2048)
+    fill(cache, 0, list(range(2000)))
+    cache.copy(0, 1, 0, 1000)
+    cache.copy(1, 2, 0, 100)
+    for row, end in ((0, 1000), (1, 100), (2, 0)):
+        cache.release(row)
+        whole = 2 * (2 + 1) * 64 * 4 * end
+        assert taken(cache) <= whole * 5 // 4, "a last page is copied"
+        assert all(seen(cache, other, 100) == [list(range(100))] * 4 for other in range(row + 1, 3))
+
+
 def taken(cache: HostCache) -> int:
     """Bytes of the pages that rows have in all."""
     assert cache._pages is not None
