@@ -358,7 +358,7 @@ def _sparsity(request: Request, calibrated: bool) -> dict[str, str]:
 def _check_source(request: Request, coded: bool) -> None:
     """Integers that are kept leave nothing to choose."""
     if not coded:
-        raise UsageError("precision is 'source', but the checkpoint is not quantized; expected one that is, or another precision")
+        raise UsageError("precision is 'source', but the checkpoint is not quantized; name another precision")
     for key, plain in (("scheme", "rtn"), ("smoothing", 0.0), ("sparsity", None)):
         if getattr(request, key) not in (None, plain):
             raise UsageError(

@@ -213,7 +213,7 @@ class Scheduler:
         with self._prefixes.match(sequence.names, limit, *sequence.prefix_names) as match:
             if (donor := self._find_donor(sequence, match.length)) is not None:
                 self._rows.share(donor, sequence, 0, match.length)
-            for i, values in enumerate(() if donor else match.blocks):
+            for i, values in enumerate(match.blocks if donor is None else ()):
                 start = i * self._prefixes.block
                 self._cache.write(sequence.row, start, start + self._prefixes.block, values)
                 self._cache.let_go(sequence.row, start + self._prefixes.block)

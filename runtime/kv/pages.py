@@ -23,7 +23,8 @@ from llmc.errors import ResourceError
 MAX_MAPPINGS = Path("/proc/sys/vm/max_map_count")
 SHARED, PRIVATE, FIXED, NO_RESERVE = 1, 2, 16, 0x4000  # Linux's flags of mmap
 PUNCH_HOLE = 1 | 2  # Linux's flags of fallocate: keep the size, free the pages
-PART_OF_MAPPINGS = 2  # of a process's mappings, the share that one cache may take
+# Part of a process's mappings that its caches may take at rest: growth maps everything once more before the old goes.
+PART_OF_MAPPINGS = 4
 
 
 class _Tensor(NamedTuple):
@@ -66,9 +67,10 @@ class Pages:
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: "np.dtype[Any]", rows: int, positions: int) -> None:
         if sys.platform != "linux" or not hasattr(os, "memfd_create"):
             raise OSError("this is not Linux, or a Python without memfd_create")
-        needed = 2 * rows * sum(heads for heads, _ in shapes)
+        self._mappings = 2 * rows * sum(heads for heads, _ in shapes)
+        needed = self._mappings + sum(other._mappings for other in _LIVING)
         if needed > int(MAX_MAPPINGS.read_text()) // PART_OF_MAPPINGS:
-            raise OSError(f"that may take {needed} mappings, too large a part of vm.max_map_count")
+            raise OSError(f"caches may then take {needed} mappings, too large a part of vm.max_map_count")
         self._dtype, self._tensors, end = dtype, list[_Tensor](), 0
         # Positions that fill whole pages of every tensor: graphs want all tensors to be of one length.
         self._step = mmap.PAGESIZE // gcd(mmap.PAGESIZE, *(values * dtype.itemsize for _, values in shapes))
@@ -79,6 +81,7 @@ class Pages:
         self._file = os.memfd_create("llmc-kv-cache")
         weakref.finalize(self, os.close, self._file)
         os.ftruncate(self._file, end)
+        _LIVING.add(self)
         self._views: list[_View] = []
         self._own = list(range(rows))  # the slot of each row
         self._common: list[tuple[int, int] | None] = [None] * rows  # whose pages a row maps, up to a position
@@ -196,6 +199,9 @@ class Pages:
 
     def _punch(self, offset: int, size: int) -> None:
         _libc().fallocate(self._file, PUNCH_HOLE, offset, size)  # a failure keeps memory, no more
+
+
+_LIVING: "weakref.WeakSet[Pages]" = weakref.WeakSet()
 
 
 def map_fresh(size: int, flags: int = 0) -> mmap.mmap:

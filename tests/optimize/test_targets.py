@@ -86,7 +86,7 @@ def test_tensorrts_chunks_are_long_where_the_engines_gpu_is_large(
 
     def limit(**asked: int) -> int:
         request = Request(engine=EngineRequest(deferred=deferred), **asked)
-        how = {"calibration": None, "text": None, "judged": False, "progress": silent}
+        how = {"calibration": None, "text": None, "progress": silent}
         return take_order(tiny_export, target, request, None, **how)[0].limits.prefill_chunk
 
     assert limit() == chunk

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -405,3 +406,19 @@ def test_what_was_let_go_of_is_refused(made: Made):
     with pytest.raises(UsageError, match="let go of position 0; read from 448 on"):
         cache.read(0, 0, 512)
     assert cache.read_blocks(0, 32, 448, 512)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="rows share pages on Linux")
+def test_caches_of_a_process_share_its_mappings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(pages, "_LIVING", WeakSet())
+    monkeypatch.setattr(pages, "MAX_MAPPINGS", some := tmp_path / "some")
+    some.write_text(str(20 * pages.PART_OF_MAPPINGS), encoding="ascii")
+
+    def make() -> pages.Pages:
+        return pages.Pages([(2, 4)], np.dtype("float32"), 3, 32)  # at most 12 mappings
+
+    first = make()
+    with pytest.raises(OSError, match="24 mappings"):
+        make()
+    del first
+    make()
