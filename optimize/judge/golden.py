@@ -5,7 +5,7 @@ machines is a multiple of that measured difference.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, cycle, islice
 from pathlib import Path
 
@@ -111,18 +111,7 @@ def run_long_prompt(model: Model) -> tuple[GoldenPrompt, ...]:
     logits = np.stack(rows)
     if not np.isfinite(logits).all():
         raise _not_finite(model, "bundle")
-    two, top = np.sort(logits, axis=1)[:, -2:], _top(logits[0])
-    return (
-        GoldenPrompt(
-            prompt=tuple(prompt),
-            tokens=tuple(logits.argmax(axis=1).tolist()),
-            margins=tuple((two[:, 1] - two[:, 0]).tolist()),
-            top_ids=tuple(top.tolist()),
-            top_logits=tuple(logits[0, top].tolist()),
-            reference_ids=(),
-            reference_logits=(),
-        ),
-    )
+    return (_record(prompt, tuple(logits.argmax(axis=1).tolist()), logits),)
 
 
 def greedy_answers(model: Model) -> list[Answered]:
@@ -208,19 +197,26 @@ def _case(
     prompt: list[int], answer: tuple[int, ...], prefill: Float, got: dict[Phase, Float], wanted: Float
 ) -> GoldenPrompt:
     after = len(prompt) - 1
-    top, reference_top = _top(prefill), _top(wanted[after])
     # The first token comes from the prefill's logits, all others from decode steps.
-    two = np.sort(np.concatenate([prefill[None], got[Phase.DECODE][after + 1 :]]), axis=1)[:, -2:]
+    logits = np.concatenate([prefill[None], got[Phase.DECODE][after + 1 :]])
+    top = _top(wanted[after])
+    reference = {"reference_ids": tuple(top.tolist()), "reference_logits": tuple(wanted[after, top].tolist())}
+    return replace(_record(prompt, answer, logits), **reference)
+
+
+def _record(prompt: list[int], answer: tuple[int, ...], logits: Float) -> GoldenPrompt:
+    """A prompt and the answer that ``logits`` [n, V] chose, without the unquantized model's logits."""
+    top, two = _top(logits[0]), np.sort(logits, axis=1)[:, -2:]
     if len(two) < len(answer):  # a diffusion model's tokens have no logits to tell a near tie by
         two = np.zeros((len(answer), 2), np.float32)
     return GoldenPrompt(
         prompt=tuple(prompt),
         tokens=answer,
-        margins=tuple(float(margin) for margin in two[:, 1] - two[:, 0]),
+        margins=tuple((two[:, 1] - two[:, 0]).tolist()),
         top_ids=tuple(top.tolist()),
-        top_logits=tuple(prefill[top].tolist()),
-        reference_ids=tuple(reference_top.tolist()),
-        reference_logits=tuple(wanted[after, reference_top].tolist()),
+        top_logits=tuple(logits[0, top].tolist()),
+        reference_ids=(),
+        reference_logits=(),
     )
 
 
