@@ -21,8 +21,9 @@
     |-- GpuError             GPU, driver or engine library are missing, unsupported or were lost
     `-- MissingExtraError    an optional dependency is not installed
 
-A message says what was found, what was expected and what to do. Errors of other libraries are translated where they
-enter, with ``raise ... from``; an ``assert`` marks a bug of our own.
+An error carries its parts: what was found and expected, what to do, the parameter and the path that are at fault. The
+command line and the service put their own names of parameters and paths into the sentence. Errors of other libraries
+are translated where they enter, with ``raise ... from``; an ``assert`` marks a bug of our own.
 """
 
 import importlib
@@ -47,18 +48,58 @@ def printable(text: str) -> str:
 
 
 class LlmcError(Exception):
-    """Base of all errors that llmc raises on purpose. The message is made :func:`printable`."""
+    """Base of all errors that llmc raises on purpose.
+
+    Attributes:
+        problem: what was found, and what was expected.
+        advice: what to do, or empty.
+        parameter: the parameter at fault, such as ``messages[0].content``, or empty.
+        path: the file or folder that the problem is about, or None.
+    """
 
     exit_code = 1
+    names_parameter = False  # True if the sentence begins with the parameter
 
-    def __init__(self, message: str = "") -> None:
-        super().__init__(printable(message))
+    def __init__(
+        self, problem: str = "", advice: str = "", *, parameter: str = "", path: str | Path | None = None
+    ) -> None:
+        self.problem = problem
+        self.advice = advice
+        self.parameter = parameter
+        self.path = path
+
+    def __str__(self) -> str:
+        return self.sentence()
+
+    def sentence(self, *, parameter: str | None = None, path: str | None = None) -> str:
+        """The message, made :func:`printable`, with the caller's names of the parameter and of the path."""
+        subject = self.parameter if parameter is None else parameter
+        place = str(self.path) if path is None else path
+        said = f"{subject} {self.problem}" if self.names_parameter else self.problem
+        said = f"{said}; {self.advice}" if self.advice else said
+        return printable(said if self.path is None else f"{place}: {said}")
+
+
+def _about_parameter(
+    self: LlmcError, parameter: str, problem: str, advice: str = "", *, path: str | Path | None = None
+) -> None:
+    """Constructor of errors about one parameter.
+
+    Args:
+        parameter: its name, with which the sentence begins.
+        problem: what was found and what was expected, as ``is 2, expected 0 ... 1``.
+        advice: what to do.
+        path: the file that the parameter is a key of; None for an argument.
+    """
+    LlmcError.__init__(self, problem, advice, parameter=parameter, path=path)
 
 
 class UsageError(LlmcError):
-    """An argument is out of its range or contradicts another one."""
+    """A parameter is out of its range or contradicts another one."""
 
     exit_code = 2
+    names_parameter = True
+    __init__ = _about_parameter
 
 
 class CheckpointError(LlmcError):
@@ -104,6 +145,9 @@ class ProcessorError(RequestError):
 class GrammarError(RequestError):
     """A grammar cannot be compiled, or leaves no token to choose."""
 
+    names_parameter = True
+    __init__ = _about_parameter
+
 
 class NonFiniteError(RequestError):
     """The model computed NaN or infinite values: the bundle or the machine is at fault, and not what was asked."""
@@ -123,8 +167,8 @@ class GpuError(LlmcError):
     ``lost`` tells that the GPU's context is gone: nothing in this process can use it any more.
     """
 
-    def __init__(self, message: str, *, lost: bool = False) -> None:
-        super().__init__(message)
+    def __init__(self, problem: str, advice: str = "", *, path: Path | None = None, lost: bool = False) -> None:
+        super().__init__(problem, advice, path=path)
         self.lost = lost
 
 

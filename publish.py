@@ -127,22 +127,29 @@ def refuse_to_overwrite(target: Path, force: bool) -> None:
     and ``force`` is false, or is no folder of llmc's, or has a name for no folder."""
     refuse_bytes(target)
     if os.path.islink(os.path.realpath(target)):
-        raise UsageError(f"{target} is a link to itself, by way of others perhaps; choose another output folder")
+        raise UsageError(
+            "output", f"{target} is a link to itself, perhaps by way of others", "choose another output folder"
+        )
     with _translate_errors(target):
         if not target.exists():
             return
         if not force:
-            raise UsageError(f"{target} exists; choose another output folder, or pass --force to replace it")
+            raise UsageError(
+                "output", f"{target} exists", "choose another output folder, or pass --force to replace it"
+            )
         ours = target.is_dir() and any((target / name).exists() for name in (BUNDLE_MANIFEST, EXPORT_MANIFEST))
         if not ours and not (target.is_dir() and not any(target.iterdir())):
-            raise UsageError(f"{target} is not llmc's, so --force does not replace it; choose another output folder")
+            raise UsageError(
+                "output", f"{target} is not llmc's, so --force does not replace it", "choose another output folder"
+            )
         # A checkpoint or notes that somebody keeps in there would go with the old folder.
         stages = {path.parent.name for path in target.glob(f"{STAGE_FOLDER.format('*')}/{BUNDLE_MANIFEST}")}
         others = {path.name for path in target.iterdir() if path.is_dir() or path.suffix not in OUR_SUFFIXES} - stages
         if others:
             raise UsageError(
-                f"{target} also holds {min(others)!r}, which would be lost, so --force does not replace it; "
-                "move that away or choose another output folder"
+                "output",
+                f"{target} also holds {min(others)!r}, which would be lost, so --force does not replace it",
+                "move that away or choose another output folder",
             )
 
 
@@ -152,7 +159,7 @@ def refuse_bytes(path: Path) -> None:
     try:
         os.path.realpath(path).encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UsageError(f"{path}: the name is not UTF-8, which engines expect; choose another folder") from error
+        raise UsageError("output", f"{path} is not UTF-8, which engines expect", "choose another folder") from error
 
 
 @contextmanager
@@ -162,11 +169,13 @@ def _translate_errors(target: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in FULL:
             raise _full(target) from error
-        raise UsageError(f"{target}: cannot write here ({error.strerror}); choose another output folder") from error
+        raise UsageError(
+            "output", f"{target} cannot be written ({error.strerror})", "choose another output folder"
+        ) from error
 
 
 def _full(target: Path) -> ResourceError:
-    return ResourceError(f"{target}: the disk is full; free some space and run again")
+    return ResourceError("the disk is full", "free some space and run again", path=target)
 
 
 def lock_file(descriptor: int, *, shared: bool = False) -> bool | None:
@@ -257,5 +266,5 @@ def _swap(staging: Path, place: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in OVERTAKEN:
             raise
-        raise UsageError(f"{target}: another process wrote there at the same time; run again") from error
+        raise UsageError("output", f"{target} was written by another process at the same time", "run again") from error
     sync(place.parent)

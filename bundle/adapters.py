@@ -42,9 +42,7 @@ class AdapterManifest:
 def check_name(name: object) -> str:
     """The name of an adapter, or UsageError for what cannot be one."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise UsageError(
-            f"{format_value(name)} cannot be an adapter's name; expected up to 64 letters, digits, '.', '_' and '-'"
-        )
+        raise UsageError("name", f"is {format_value(name)}, expected up to 64 letters, digits, '.', '_' and '-'")
     return name
 
 
@@ -68,7 +66,7 @@ def read_adapter_manifest(folder: Path) -> AdapterManifest:
             f"{folder} is no adapter that llmc adapter add wrote, or damaged ({error}); add it to the bundle again"
         ) from error
     if manifest.schema_version != ADAPTER_SCHEMA or manifest.sha256 != found:
-        raise BundleError(f"{folder}: {FACTORS_FILE} or the version of {ADAPTER_MANIFEST} changed; add it again")
+        raise BundleError(f"{FACTORS_FILE} or the version of {ADAPTER_MANIFEST} changed", "add it again", path=folder)
     return manifest
 
 

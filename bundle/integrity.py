@@ -27,7 +27,7 @@ def verify_files(folder: Path, manifest: Manifest) -> Iterator[str]:
         try:
             found = sha256_file(folder / name)
         except (OSError, ValueError) as error:
-            raise BundleError(f"{folder}: {name} cannot be read ({error}); build the bundle again") from error
+            raise BundleError(f"{name} cannot be read ({error})", "build the bundle again", path=folder) from error
         if found != entry.sha256:
             raise _corrupt(folder, name)
         yield name
@@ -60,7 +60,7 @@ def verify_samples(folder: Path, manifest: Manifest, chance: random.Random) -> I
             hashes = textwrap.wrap(recorded.get(name, ""), CHUNK_DIGITS)
             count = -(-manifest.files[name].size // CHUNK)
             if len(hashes) != count:
-                raise BundleError(f"{folder}: {CHUNKS_FILE} does not cover {name}; build the bundle again")
+                raise BundleError(f"{CHUNKS_FILE} does not cover {name}", "build the bundle again", path=folder)
             with open_regular(folder / name) as file:
                 for number in sorted(chance.sample(range(count), SAMPLED_CHUNKS)):
                     file.seek(number * CHUNK)
@@ -68,7 +68,9 @@ def verify_samples(folder: Path, manifest: Manifest, chance: random.Random) -> I
                         raise _corrupt(folder, name)
             yield name
     except (OSError, ValueError) as error:
-        raise BundleError(f"{folder}: its files cannot be read ({error}); copy or build the bundle again") from error
+        raise BundleError(
+            f"its files cannot be read ({error})", "copy or build the bundle again", path=folder
+        ) from error
 
 
 def write_chunks(folder: Path, names: Iterable[str]) -> None:
@@ -88,7 +90,7 @@ def _chunk_hash(content: bytes) -> str:
 
 
 def _corrupt(folder: Path, name: str) -> BundleError:
-    return BundleError(f"{folder}: {name} is corrupt (its SHA-256 changed); copy or build the bundle again")
+    return BundleError(f"{name} is corrupt (its SHA-256 changed)", "copy or build the bundle again", path=folder)
 
 
 def sha256_file(path: Path) -> str:

@@ -59,12 +59,15 @@ def _read_bundle(folder: Path, engine_matters: bool) -> Manifest:
     _check_values(folder, manifest)
     for name in (*manifest.files, *manifest.list_files()):
         if name not in manifest.files or name.startswith("/") or ".." in name.split("/"):
-            raise BundleError(f"{folder}: {BUNDLE_MANIFEST} names {name!r}, which is unlisted or lies outside; refused")
+            raise BundleError(
+                f"{BUNDLE_MANIFEST} names {name!r}, which is unlisted or lies outside", "refused", path=folder
+            )
     for name in TOKENIZER_FILES:
         if name not in manifest.files and os.path.lexists(folder / name):
             raise BundleError(
-                f"{folder}: {name} is not in {BUNDLE_MANIFEST}, so it came later, and would be used; "
-                "remove it, or build the bundle again"
+                f"{name} is not in {BUNDLE_MANIFEST}, so it came later, and would be used",
+                "remove it, or build the bundle again",
+                path=folder,
             )
     for name, entry in manifest.files.items():
         refuse_to_leave(folder, name)
@@ -73,7 +76,7 @@ def _read_bundle(folder: Path, engine_matters: bool) -> Manifest:
         if found != entry.size and (engine_matters or not remade):
             state = "is missing" if found is None else f"has {found} bytes"
             remedy = f"llmc build --rebuild {folder}" if remade else "copy or build the bundle again"
-            raise BundleError(f"{folder}: {name} {state}, {entry.size} expected; {remedy}")
+            raise BundleError(f"{name} {state}, {entry.size} expected", remedy, path=folder)
     return manifest
 
 
@@ -225,7 +228,7 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
     }
     for part, holds in sound.items():
         if not holds:
-            raise BundleError(f"{folder}: the {part} in {BUNDLE_MANIFEST} cannot be right; build the bundle again")
+            raise BundleError(f"the {part} in {BUNDLE_MANIFEST} cannot be right", "build the bundle again", path=folder)
 
 
 def read_export(folder: Path) -> ExportManifest:
@@ -237,10 +240,12 @@ def read_export(folder: Path) -> ExportManifest:
             raise BundleError(f"{folder} is {kind}, expected an export; make one with: {made}")
     manifest = _read(folder, EXPORT_MANIFEST, ExportManifest, "llmc export CHECKPOINT -o DIR")
     if not manifest.geometry.is_sound:
-        raise BundleError(f"{folder}: the geometry in {EXPORT_MANIFEST} cannot be right; export the checkpoint again")
+        raise BundleError(
+            f"the geometry in {EXPORT_MANIFEST} cannot be right", "export the checkpoint again", path=folder
+        )
     for name in (DECODER_FILE, TOKENIZER_FILE, *([VISION_FILE] if manifest.geometry.vision else [])):
         if _size(folder / name) is None:
-            raise BundleError(f"{folder}: {name} is missing; export the checkpoint again")
+            raise BundleError(f"{name} is missing", "export the checkpoint again", path=folder)
     return manifest
 
 
@@ -308,7 +313,9 @@ def _load(path: Path, remedy: str) -> Any:
     try:
         return read_json(path, MOST_MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
-        raise BundleError(f"{path.parent}: no {path.name} here, not written by llmc; make it with: {remedy}") from None
+        raise BundleError(
+            f"no {path.name} here, not written by llmc", f"make it with: {remedy}", path=path.parent
+        ) from None
     except OSError as error:
         raise BundleError(f"{path} cannot be read ({error.strerror})") from error
     except ValueError as error:

@@ -26,7 +26,7 @@ from llmc.cli.options import (
     take_precision,
 )
 from llmc.cli.stopping import cleanly_stopped
-from llmc.errors import require
+from llmc.errors import UsageError, require
 from llmc.publish import refuse_to_overwrite, work_folder
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def calibration_request(
 
     request = CalibrationRequest(decoder, calibration, samples, length)
     if no_calibration and request.asked:
-        raise click.UsageError(f"--no-calibration and {request.asked} to calibrate on contradict each other")
+        raise UsageError(request.asked, "is given beside --no-calibration", "leave one of them out")
     return None if no_calibration else request
 
 

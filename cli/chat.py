@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmc.cli.keys import Interrupts, interrupts
-from llmc.cli.options import EXISTING_FILE, SectionCommand, bundle_argument, take, with_flags
+from llmc.cli.options import EXISTING_FILE, SectionCommand, bundle_argument, take
 from llmc.cli.reading import at_terminal, stdin_limit, stdin_lines
 from llmc.cli.sampling import (
     SAMPLING_NAMES,
@@ -23,7 +23,7 @@ from llmc.cli.sampling import (
     refuse_unseen,
 )
 from llmc.cli.saved import Message, parse_path, read_messages, write_messages
-from llmc.errors import CancelledError, LlmcError, RequestError, UsageError
+from llmc.errors import CancelledError, LlmcError, RequestError, UsageError, format_name
 
 if TYPE_CHECKING:
     from llmc.runtime import GenerationResult, Model
@@ -94,7 +94,7 @@ def refuse_without_template(model: Model) -> None:
     try:
         _ = model.chat_template
     except RequestError as error:
-        raise RequestError(f"{error}: llmc run {model.folder} -p TEXT completes one") from error
+        raise RequestError(error.problem, f"llmc run {model.folder} -p TEXT completes a prompt") from error
 
 
 def with_images(text: str, images: Sequence[Path]) -> Any:
@@ -146,7 +146,7 @@ class Conversation:
             # Parameters that cannot be will not become better with the next line.
             if not self._interactive or (isinstance(error, UsageError) and not is_command):
                 raise
-            click.echo(f"error: {with_flags(str(error), SAMPLING_NAMES)}", err=True)
+            click.echo(f"error: {error}", err=True)
         return True
 
     def obey(self, line: str) -> None:
@@ -155,7 +155,9 @@ class Conversation:
         if name[1:].replace("-", "_") in SAMPLING_NAMES:
             name, argument = "/set", f"{name[1:]} {argument}"
         if name not in self._commands:
-            raise UsageError(f"{name} is no command, expected one of {', '.join(COMMANDS)}; //... sends a slash")
+            raise UsageError(
+                format_name(name), f"is no command, expected one of {', '.join(COMMANDS)}", "//... sends a slash"
+            )
         self._commands[name](argument.strip())
 
     def answer(self, text: str) -> None:

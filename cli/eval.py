@@ -60,8 +60,9 @@ def eval_command(
         compute = read_bundle(bundle).recipe.compute
         if compute != "float32":
             raise UsageError(
-                f"--layers compares layers in float32, {bundle} computes in {compute}; leave it out, or build "
-                "it with a budget (--max-kl), which says which layers lose the most"
+                "layers",
+                f"compares in float32, and {bundle} computes in {compute}",
+                "leave it out, or build with a budget (--max-kl), which says which layers lose the most",
             )
     from llmc.optimize.judge.evaluate import MAX_WINDOWS, evaluate, read_windows
     from llmc.optimize.judge.layers import WINDOWS, layer_errors

@@ -5,7 +5,7 @@ import io
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import click
 
@@ -46,6 +46,26 @@ class Verbs(click.Group):
             return None
         module, _, name = VERBS[cmd_name].partition(":")
         return cast(click.Command, getattr(importlib.import_module(module), name))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the verb. An error about one of its parameters gets the name that the command line has for it."""
+        try:
+            return super().invoke(ctx)
+        except LlmcError as error:
+            verb = self.get_command(ctx, ctx.invoked_subcommand or "")
+            if verb and error.path is None:  # else it is a key of that file
+                error.parameter = _list_names(verb).get(error.parameter, error.parameter)
+            raise
+
+
+def _list_names(command: click.Command) -> dict[str, str]:
+    """Names of parameters as the command line has them, ``--top-p`` or ``BUNDLE``, by the library's names."""
+    parts = command.commands.values() if isinstance(command, click.Group) else ()
+    names = {name: shown for part in parts for name, shown in _list_names(part).items()}
+    for parameter in command.params:
+        shown = max(parameter.opts, key=len) if isinstance(parameter, click.Option) else parameter.human_readable_name
+        names[parameter.name or shown] = shown
+    return names
 
 
 @click.group(

@@ -10,13 +10,12 @@ from typing import Any, TypeVar
 import click
 
 from llmc.bundle import explain_absent, refuse_other
-from llmc.errors import BundleError, RequestError, UsageError
+from llmc.errors import BundleError
 
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_QUOTED = re.compile(r"""((?<!\w)(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")(?!\w))""")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -32,7 +31,7 @@ def bundle_path(text: str) -> Path:
     try:
         refuse_other(Path(text))
     except BundleError as error:
-        raise UsageError(str(error)) from error
+        raise click.BadParameter(str(error)) from error
     return Path(text)
 
 
@@ -41,7 +40,7 @@ def source_path(text: str) -> Path:
     from llmc.cli.summary import kind_of
 
     if said := explain_absent(Path(text)):
-        raise UsageError(said)
+        raise click.BadParameter(said)
     if not os.path.exists(text):
         raise click.BadParameter(f"Path {text!r} does not exist.")
     kind_of(Path(text))
@@ -180,7 +179,7 @@ def _help(ctx: click.Context, option: click.Parameter, given: bool) -> None:
 
 
 class SectionCommand(click.Command):
-    """Lists its options in sections, and names flags where an error of the library names parameters."""
+    """Lists its options in sections."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The options with ``--help-all`` before ``--help``, where there are sections to show."""
@@ -206,35 +205,3 @@ class SectionCommand(click.Command):
         if rare:
             formatter.write_paragraph()
             formatter.write_text(f"--help-all lists more: {'; '.join(rare)}.")
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except (UsageError, RequestError) as error:
-            if is_about_a_file(str(error)):
-                raise
-            known = [option.name for option in self.params if isinstance(option, click.Option) and option.name]
-            raise type(error)(with_flags(str(error), known)) from error
-
-
-def is_about_a_file(message: str) -> bool:
-    """True of a sentence that begins with the name of a file: what it names are keys in there, and no flags."""
-    name, colon, _ = message.partition(": ")
-    try:
-        return bool(colon) and Path(name).is_file()
-    except (OSError, ValueError):  # too long, or a zero byte
-        return False
-
-
-def with_flags(message: str, parameters: Iterable[str]) -> str:
-    """Write ``--top-p`` for ``top_p``.
-
-    A name that is a plain word too is a parameter only before what is said of it. In a list a name may be a value, and
-    what stands in quotes is one, and stays as the user wrote it.
-    """
-    parts = _QUOTED.split(message)
-    for name in parameters:
-        after = "(?!,)" if "_" in name else r"(?= is | holds | cannot | -?\d|=)"
-        named = re.compile(rf"(?<![\w-]){re.escape(name)}\b{after}")
-        parts[::2] = [named.sub(flag(name), part) for part in parts[::2]]
-    return "".join(parts)

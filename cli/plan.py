@@ -87,7 +87,7 @@ def plan_command(path: Path, as_json: bool, **asked: Any) -> None:
         for stage in elsewhere:
             click.echo(f"elsewhere: stage {stage.number}, layers {stage.first} to {stage.last}")
     if problem := refusal(ahead.stages):
-        raise ResourceError(f"{path}: {problem}")
+        raise ResourceError(problem, path=path)
 
 
 def _ahead(
@@ -122,7 +122,7 @@ def _ahead(
     found = find_memories(on_gpu, memory, gpu_memory, unified)
     if any(how.values()) or target != "cpu" or stages:
         raise UsageError(
-            f"{path} is built already; precision, recipe, target and stages are for an export or a checkpoint"
+            "path", f"{path} is built already", "precision, recipe, target and stages are for an export or a checkpoint"
         )
     parts = find_stages(path, manifest).values()
     plans = [plan for part in parts if part for plan in plan_bundle(part, max_context, max_batch)]
@@ -187,7 +187,7 @@ def check_export(checkpoint: Path, text_only: bool = False, memory: int | None =
         tokenizer_bytes = (folder / TOKENIZER_FILE).stat().st_size
     plan = export_plan(found.geometry, tokenizer_bytes)
     if problem := refusal([Stage(plan, plan.verdict(usable_memory(0, memory)))]):
-        raise ResourceError(f"{checkpoint}: {problem}")
+        raise ResourceError(problem, path=checkpoint)
     return found.geometry, tokenizer_bytes
 
 

@@ -24,7 +24,7 @@ def stdin_limit(max_context: int) -> int:
 def read_stdin(limit: int) -> str:
     if sys.stdin is None:
         return ""
-    return _text(sys.stdin.buffer.read(limit + 1), limit, "the prompt")
+    return _text(sys.stdin.buffer.read(limit + 1), limit, "a prompt")
 
 
 def stdin_lines(limit: int) -> Iterator[str]:
@@ -36,11 +36,14 @@ def stdin_lines(limit: int) -> Iterator[str]:
 def _text(data: bytes, limit: int, what: str) -> str:
     if len(data) > limit:
         raise UsageError(
-            f"{what} on stdin has more than {limit:,} bytes, which is more than this bundle's context can hold; "
-            "give less, also where --on-overflow leaves some of it out"
+            "stdin",
+            f"has {what} of more than {limit:,} bytes, which is more than the context of this bundle holds",
+            "give less; --on-overflow does not help",
         )
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         found = f"byte 0x{data[error.start]:02x} at position {error.start}"
-        raise UsageError(f"{what} on stdin is not valid UTF-8 ({found}); convert it, for example with iconv") from error
+        raise UsageError(
+            "stdin", f"is not valid UTF-8 ({found} of {what})", "convert it, for example with iconv"
+        ) from error

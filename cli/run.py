@@ -60,8 +60,9 @@ def run_command(
         refuse_unseen(sampling)
     if talk and (as_json or adapter):
         raise UsageError(
-            f"--{'json' if as_json else 'adapter'} is for one answer, and --chat without a prompt talks; give a prompt "
-            "with -p"
+            "as_json" if as_json else "adapter",
+            "is for one answer, and --chat without a prompt is a conversation",
+            "give a prompt with -p",
         )
     text = "" if talk else read_prompt(prompt, bundle)
     with load(bundle, **collect_load_options(options)) as model:
@@ -82,7 +83,7 @@ def read_prompt(prompt: str | None, bundle: Path) -> str:
     if prompt is not None:
         return prompt
     if at_terminal():
-        raise UsageError("no prompt: give one with -p, or pipe one to stdin")
+        raise UsageError("prompt", "is missing", "give one with -p, or pipe one to stdin")
     return read_stdin(stdin_limit(read_bundle(bundle).limits.max_context)).removesuffix("\n")
 
 

@@ -24,7 +24,7 @@ from llmc.cli.options import (
     threads_option,
     verify_option,
 )
-from llmc.errors import UsageError, format_value
+from llmc.errors import UsageError, format_name, format_value
 from llmc.runtime.sampling.neighbours import neighbour
 from llmc.runtime.sampling.params import DEFAULTED, PARAMETERS, SamplingParams
 from llmc.runtime.sampling.ranges import Parameter, Range
@@ -140,7 +140,7 @@ def change_parameter(sampling: dict[str, Any], name: str, text: str) -> dict[str
     if name not in SAMPLING_NAMES:
         close = neighbour(name, SAMPLING_NAMES)
         hint = f"did you mean {close}?" if close else "llmc chat --help lists them"
-        raise UsageError(f"there is no parameter {format_value(name)}; {hint}")
+        raise UsageError(format_name(name), "is no parameter", hint)
     rest = {each: value for each, value in sampling.items() if each != name}
     if not text:
         return rest
@@ -148,7 +148,7 @@ def change_parameter(sampling: dict[str, Any], name: str, text: str) -> dict[str
     try:
         value = click.types.convert_type(_type(name, values))(text)
     except click.BadParameter as error:
-        raise UsageError(f"{name}: {error.message}") from error
+        raise UsageError(name, error.message) from error
     found = {**rest, name: (value,) if values.kind in SEVERAL else value}
     SamplingParams(**found)
     refuse_several(found)
@@ -214,13 +214,14 @@ def refuse_unseen(sampling: dict[str, Any]) -> None:
     """Refuse what only JSON shows."""
     for name in ("logprobs", "prompt_logprobs", "detokenize"):
         if sampling.get(name, True) is not True:
-            raise UsageError(f"{name} is {sampling[name]}, which only llmc run with --json shows; add it, or leave it")
+            raise UsageError(name, f"is {sampling[name]}, which only llmc run with --json shows", "add it, or leave it")
 
 
 def refuse_several(sampling: dict[str, Any]) -> None:
     """Refuse what gives a turn several answers."""
-    if sampling.get("num_return_sequences", 1) > 1 or (sampling.get("n", 1) > 1 and "consensus" not in sampling):
-        raise UsageError("--n or --num-return-sequences ask for several outputs, a turn has one; leave them out")
+    counts = ("num_return_sequences",) if "consensus" in sampling else ("num_return_sequences", "n")
+    if several := next((name for name in counts if sampling.get(name, 1) > 1), None):
+        raise UsageError(several, "asks for several outputs, and a turn has one", "leave it out")
 
 
 def is_one(sampling: dict[str, Any]) -> bool:

@@ -19,7 +19,7 @@ ROLES = ("system", "user", "assistant", "tool")
 def parse_path(file: str, command: str) -> Path:
     """The file that a person named after a command, ``~`` being a home."""
     if not file:
-        raise UsageError(f"{command} needs a file: {command} FILE")
+        raise UsageError(command, "needs the name of a file", f"{command} FILE")
     return Path(os.path.expanduser(file))
 
 
@@ -28,13 +28,15 @@ def read_messages(path: Path) -> list[Message]:
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read as JSON ({error}); name a saved conversation") from error
+        raise UsageError("file", f"{path} cannot be read as JSON ({error})", "name a saved conversation") from error
     if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (FORMAT, VERSION):
         expected = f'"format": "{FORMAT}", "version": {VERSION}'
-        raise UsageError(f"{path} is no saved conversation ({expected}); name one that /save wrote")
+        raise UsageError("file", f"{path} is no saved conversation ({expected})", "name one that /save wrote")
     messages = content.get("messages")
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
-        raise UsageError(f"{path}: messages are not a list of a role ({', '.join(ROLES)}) and a content; mend the file")
+        raise UsageError(
+            "messages", f"is not a list of a role ({', '.join(ROLES)}) and a content", "mend the file", path=path
+        )
     return messages
 
 
@@ -62,10 +64,10 @@ def write_messages(path: Path, model: str, messages: list[Message]) -> None:
         try:
             read_messages(path)
         except UsageError as error:
-            raise UsageError(f"{path} exists and is no saved conversation; choose another file") from error
+            raise UsageError("file", f"{path} exists and is no saved conversation", "choose another one") from error
     content = {"format": FORMAT, "version": VERSION, "model": model, "messages": messages}
     try:
         with replace_file(path, f".{path.name}-") as file:
             file.write(json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be written ({error}); choose another file") from error
+        raise UsageError("file", f"{path} cannot be written ({error})", "choose another one") from error

@@ -8,16 +8,7 @@ from typing import Any
 
 import click
 
-from llmc.cli.options import (
-    EXISTING_FILE,
-    SectionCommand,
-    SectionOption,
-    add_options,
-    bundle_path,
-    debug_option,
-    size,
-    with_flags,
-)
+from llmc.cli.options import EXISTING_FILE, SectionCommand, SectionOption, add_options, bundle_path, debug_option, size
 from llmc.errors import UsageError, require
 from llmc.runtime.server.config import Setting, read_config, settings
 
@@ -32,8 +23,7 @@ TYPES: dict[str, Any] = {"integer": int, "number": float, "text": str, "path": c
 
 
 def _option(setting: Setting) -> Callable[[Any], Any]:
-    names = [each.name for each in settings() if "_" in each.name]
-    text = f"{with_flags(setting.help, names)}{_show_default(setting)}"
+    text = f"{setting.help}{_show_default(setting)}"
     given: dict[str, Any] = {"section": setting.section, "help": text, "default": None, "show_default": False}
     name = setting.name.replace("_", "-")
     flag = f"--{name}/--no-{name}" if setting.kind == "flag" else setting.flag  # both, for flags go before the file
@@ -66,12 +56,12 @@ def name_models(bundles: tuple[str, ...]) -> dict[str, Path] | None:
         name, sign, folder = given.partition("=")
         if not (folder if sign else given):
             raise UsageError(
-                f"the bundle {given!r} names no folder; expected one that llmc build wrote, or NAME=FOLDER"
+                "bundles", f"has {given!r}, which names no folder, expected one that llmc build wrote, or NAME=FOLDER"
             )
         path = bundle_path(folder if sign else given)
         name = name if sign else path.resolve().name
         if name in found:
-            raise UsageError(f"two bundles are called {name!r}; name them, as NAME={path}")
+            raise UsageError("bundles", f"has the name {name!r} twice", f"name them, as NAME={path}")
         found[name] = path
     return found or None
 

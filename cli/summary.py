@@ -84,8 +84,10 @@ def kind_of(path: Path) -> str:
         if (path / name).exists():
             return kind
     raise UsageError(
-        f"{path}: neither {bundle.BUNDLE_MANIFEST} (a bundle), {bundle.EXPORT_MANIFEST} (an export) nor "
-        f"{CONFIG_FILE} (a Hugging Face checkpoint) is here; expected a folder with one of them, or a .gguf file"
+        "path",
+        f"{path} has neither {bundle.BUNDLE_MANIFEST} (a bundle), {bundle.EXPORT_MANIFEST} (an export) nor "
+        f"{CONFIG_FILE} (a Hugging Face checkpoint)",
+        "give a folder with one of them, or a .gguf file",
     )
 
 

@@ -47,7 +47,7 @@ def export(
     start = time.perf_counter()
     require_packages()
     if of is not None and adapters:
-        raise UsageError("adapters change a model, and a draft head is exported; leave one of them out")
+        raise UsageError("adapters", "is given, and a draft head takes none", "leave one of them out")
     from llmc.export.writer import write_export  # it imports torch
 
     report = write_export(

@@ -41,8 +41,9 @@ def add_adapter(bundle: Path, folder: Path, name: str) -> tuple[Path, tuple[str,
     room, taken = manifest.limits.adapters, len(list_adapters(bundle))
     if taken >= room:
         raise UsageError(
-            f"{bundle} has {taken} adapters, and was built for {room}; remove a folder of {ADAPTERS_FOLDER}, or build "
-            "the bundle with more --adapters, for the cpu"
+            "bundle",
+            f"{bundle} has {taken} adapters, and was built for {room}",
+            f"remove a folder of {ADAPTERS_FOLDER}, or build the bundle with more --adapters, for the cpu",
         )
     adapter = read_peft(folder, 1.0, Path(manifest.source.name))
     factors = _choose_factors(adapter, manifest.geometry)

@@ -45,7 +45,7 @@ class Student:
         self._folder, self._manifest = export, bundle.read_export(export)
         total = self._manifest.geometry.layers
         if not 1 <= count < total:
-            raise UsageError(f"student is {count}, expected 1 ... {total - 1} layers, fewer than {export} has")
+            raise UsageError("student", f"is {count}, expected 1 ... {total - 1} layers, fewer than {export} has")
         self.layers, source = choose_layers(total, count), StreamedDecoder(export, device)
         config = replace(source.config, layers=tuple(source.config.layers[index] for index in self.layers))
         self._values = _cut_config(read_json(export / bundle.CONFIG_FILE), total, self.layers)

@@ -126,7 +126,9 @@ def build(
     order = order.with_engine(wishes)
     _check_support(order)
     if stages and head is not None:
-        raise UsageError("stages give no hidden states to a draft head; leave out stages or the head")
+        raise UsageError(
+            "stages", "is given beside head, and stages give no hidden states to a draft head", "leave one of them out"
+        )
     cuts = choose_borders(geometry, order.limits, order.recipe, tokenizer, stages, target) if stages else []
     with stage_folder(output, force=force) as folder:
         manifest = _fill(order, folder)

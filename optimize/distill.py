@@ -85,7 +85,7 @@ def distill(
     prompts = read_samples(text, source, samples=1 << 30, length=PROMPT, vocab_size=vocabulary, remedy="")
     folder, device = output / RUN, "cuda" if torch.cuda.is_available() else "cpu"
     if output.exists() and not (folder / STATE).exists() and not set(os.listdir(output)) <= {RUN}:
-        raise UsageError(f"{output} exists, and no distillation made it; choose another output folder")
+        raise UsageError("output", f"{output} exists, and no distillation made it", "choose another output folder")
     parts = np.split(prompts.ids, [-max(1, len(prompts.ids) // 10)])  # the last one is left out
     pair = open_pair(source, student, device, torch.from_numpy(parts[0][:ROWS]) if narrow else None)
     arguments = {"student": student, "narrow": narrow, "text": prompts.sha256, "seed": seed}
@@ -96,8 +96,9 @@ def distill(
     state = _keep(folder / STATE, lambda: {"identity": identity, "steps": 0})
     if others := [name for name, it in identity.items() if state["identity"].get(name) != it]:
         raise UsageError(
-            f"{output} was begun with another value of {' and '.join(others)}; go on with that, or choose another "
-            "output folder"
+            "output",
+            f"{output} was begun with another value of {' and '.join(others)}",
+            "go on with that, or choose another output folder",
         )
     progress("the model writes")
     run, lost, began = _Run(pair, folder, state, parts, export.generation.eos_token_ids), 0.0, time.monotonic()

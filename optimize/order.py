@@ -104,12 +104,11 @@ def take_order(
     name = printable(recipe.stem) if isinstance(recipe, Path) else "default"
     able = calibration is not None and calibration.is_possible
     chosen, limits = recipes.settle(asked, geometry, abilities, name, able)
-    if (geometry.encoder or geometry.head) and (
-        text is not None or (calibration is not None and calibration.asked is not None)
-    ):
-        raise UsageError("a text judges and calibrates models that generate, and this one does not; leave it out")
+    wish = "text" if text is not None else calibration and calibration.asked
+    if wish and (geometry.encoder or geometry.head):
+        raise UsageError(wish, "is for models that generate, and this one does not", "leave it out")
     if geometry.head and limits.adapters:
-        raise UsageError("adapters are for models that generate, and a draft head reads none; leave them out")
+        raise UsageError("adapters", "is given, and a draft head reads none", "leave it out")
     judged = text is not None or bool(chosen.budget)
     hidden = () if head is None else _list_borders(export, abilities, head)
     order = Order(source, export, abilities, chosen, limits, calibration, text, judged, progress, hidden=hidden)
@@ -126,8 +125,10 @@ def _list_borders(export: ExportManifest, target: Capabilities, folder: Path) ->
     if barred or not head or head.width != geometry.hidden_size or max(head.borders) > geometry.layers:
         reads = f"reads {head.width} values after {max(head.borders)} layers" if head else "is no draft head"
         raise UsageError(
-            f"{folder} {reads}; expected the export of a head for this {geometry.model_type} of {geometry.layers} "
-            f"layers of {geometry.hidden_size} values, which must generate, and on cpu (the target is {target.name})"
+            "head",
+            f"{folder} {reads}, expected the export of a head for "
+            f"this {geometry.model_type} of {geometry.layers} layers "
+            f"of {geometry.hidden_size} values, which must generate, and on cpu (the target is {target.name})",
         )
     return head.borders
 
@@ -136,7 +137,7 @@ def check_places(source: Path, output: Path) -> None:
     """Raise UsageError if the bundle would overwrite its source."""
     place = Path(os.path.realpath(output))  # unlike resolve, accepts loops of links
     if place == Path(os.path.realpath(source)):
-        raise UsageError(f"{output} is the export itself; choose another output folder")
+        raise UsageError("output", f"{output} is the export itself", "choose another output folder")
 
 
 def runs_here(spec: "EngineSpec | None", plan: EngineConfig) -> bool:

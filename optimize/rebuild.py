@@ -58,7 +58,9 @@ def rebuild(source: Path, output: Path, *, force: bool = False, progress: Progre
     start = time.perf_counter()
     manifest = read_bundle(source, engine_matters=False)
     if manifest.engine is None:
-        raise UsageError(f"{source} is for {manifest.target.name}, whose graphs need no engine; it runs as it is")
+        raise UsageError(
+            "bundle", f"{source} is for {manifest.target.name}, whose graphs need no engine", "it runs as it is"
+        )
     _check_place(source, output, manifest)
     refuse_to_overwrite(output, force)
     for name in verify_files(source, replace(manifest, files=_list_kept(manifest))):
@@ -78,14 +80,15 @@ def _check_place(source: Path, output: Path, manifest: Manifest) -> None:
     place, bundle = (Path(os.path.realpath(path)) for path in (output, source))
     if place != bundle:
         if place.is_relative_to(bundle):
-            raise UsageError(f"{output} lies in the bundle {source}; choose another output folder")
+            raise UsageError("output", f"{output} lies in the bundle {source}", "choose another output folder")
         return
     known = {*manifest.files, BUNDLE_MANIFEST}
     others = sorted(path.name for path in source.iterdir() if path.name not in known)
     if others:
         raise UsageError(
-            f"{source} also holds {others[0]!r}, which is no part of the bundle and would go with the old one; move "
-            "that away, or write the bundle elsewhere with -o"
+            "bundle",
+            f"{source} also holds {others[0]!r}, which is no part of it and would go with the old one",
+            "move that away, or write the bundle elsewhere with -o",
         )
 
 
@@ -146,7 +149,7 @@ def _replay(folder: Path, made: Manifest, *, here: bool, progress: Progress) -> 
             try:
                 replay(model, progress)
             except BundleError as error:
-                raise (_WrongEngineError(str(error)) if here else error) from error
+                raise (_WrongEngineError(error.problem, error.advice, path=error.path) if here else error) from error
             if here:
                 check_rows(model.runner.session, made)
     except (GpuError, MissingExtraError, ResourceError) as error:

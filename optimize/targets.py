@@ -104,7 +104,7 @@ TARGETS = {
 def capabilities(target: str) -> Capabilities:
     """The record of ``target``. Raises UsageError: no such target."""
     if target not in TARGETS:
-        raise UsageError(f"target {target!r} is unknown; expected one of {', '.join(TARGETS)}")
+        raise UsageError("target", f"is {target!r}, expected one of {', '.join(TARGETS)}")
     return TARGETS[target]
 
 

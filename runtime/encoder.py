@@ -112,7 +112,11 @@ class TextEncoder:
         prompt = self._prompts.prefix(instruction)
         first = prompt + query
         if self._tokenizer.encode_within(first, self.max_context, self._tokenizer.encode)[1] < len(first):
-            raise ContextError(f"the query leaves no room for a document in {self.max_context} tokens; shorten it")
+            raise ContextError(
+                f"the query leaves no room for a document in {self.max_context} tokens",
+                "shorten it",
+                parameter="prompt",
+            )
         tokens = self._render if self._form.template else self._pair
         return [tokens(prompt, query, document, truncate) for document in documents]
 
@@ -141,9 +145,7 @@ class TextEncoder:
 
     def _check(self, result: str, verb: str) -> None:
         if self._form.result != result:
-            raise UsageError(
-                f"{self._folder} {self.ability}, so it cannot {verb}; use the other verb or another bundle"
-            )
+            raise UsageError("bundle", f"{self.ability}, so it cannot {verb}", "use the other verb or another bundle")
 
     def _tokens(self, text: str, truncate: bool) -> list[int]:
         ids, read = self._tokenizer.encode_within(text, self.max_context, self._tokenizer.encode)
@@ -167,8 +169,10 @@ class TextEncoder:
 
     def _too_long(self, ids: Tokens) -> ContextError:
         return ContextError(
-            f"a text has {len(ids)} tokens or more, at most {self.max_context} are expected; shorten it, set truncate "
-            "to leave its end out, or load with a larger max_context (build with a larger --max-context)"
+            f"a text has {len(ids)} tokens or more, at most {self.max_context} are expected",
+            "shorten it, set truncate to leave its end out, or load with a larger max_context (build with a larger "
+            "--max-context)",
+            parameter="prompt",
         )
 
     def _render(self, prompt: str, query: str, document: str, truncate: bool) -> list[int]:
@@ -185,7 +189,9 @@ class TextEncoder:
             if room < 0:
                 break
             shown = self._tokenizer.decode(alone[:room], skip_special_tokens=False).rstrip("\ufffd")
-        raise ContextError(f"the query leaves no room for a document in {self.max_context} tokens; shorten it")
+        raise ContextError(
+            f"the query leaves no room for a document in {self.max_context} tokens", "shorten it", parameter="prompt"
+        )
 
     def _strip_padding(self, ids: list[int]) -> list[int]:
         end = next((end for end in range(len(ids), 0, -1) if ids[end - 1] != self._form.padding), 0)
@@ -203,7 +209,7 @@ class TextEncoder:
 
 def _check_texts(name: str, texts: Any) -> list[str]:
     if isinstance(texts, (str, bytes)) or not isinstance(texts, Sequence):
-        raise UsageError(f"{name} is {format_value(texts)}, expected a list of texts")
+        raise UsageError(name, f"is {format_value(texts)}, expected a list of texts")
     if wrong := [text for text in texts if not isinstance(text, str)]:
-        raise UsageError(f"{name} holds {format_value(wrong[0])}, expected texts")
+        raise UsageError(name, f"holds {format_value(wrong[0])}, expected texts")
     return list(texts)

@@ -27,7 +27,7 @@ from llmc.bundle import (
     read_undisturbed,
     verify_files,
 )
-from llmc.errors import BundleError, DraftError, EngineClosedError, GrammarError, UsageError, format_value
+from llmc.errors import BundleError, DraftError, EngineClosedError, GrammarError, UsageError, format_name, format_value
 from llmc.runtime.api import DRAFT_WORDS
 from llmc.runtime.api.chat import ChatHandle, ChatResult
 from llmc.runtime.api.handle import Handle
@@ -179,11 +179,11 @@ def _check_options(
     row_limit(manifest, options)
     kept = [name for name in PREFIX_OPTIONS if given.get(name)]
     if manifest.geometry.diffusion and kept:
-        raise UsageError(f"{kept[0]} is for a bundle that keeps prefixes, and {folder} fills masks; leave it out")
+        raise UsageError(kept[0], f"is for a bundle that keeps prefixes, and {folder} fills masks", "leave it out")
     if options.determinism is Determinism.STRICT and context < SHORTEST_STRICT:
-        raise UsageError(f"max_context is {context}, expected {SHORTEST_STRICT} or more with determinism 'strict'")
+        raise UsageError("max_context", f"is {context}, expected {SHORTEST_STRICT} or more with determinism 'strict'")
     if manifest.geometry.encoder and given.keys() - ({"draft"} if given.get("draft") == "auto" else set()):
-        raise UsageError(f"{next(iter(given))} is for a bundle that generates, and {folder} does not; leave it out")
+        raise UsageError(next(iter(given)), f"is for a bundle that generates, and {folder} does not", "leave it out")
 
 
 def verify(
@@ -225,14 +225,14 @@ def verify(
 def _folder(bundle: str | Path) -> Path:
     """The path of a bundle, or UsageError for what no engine's library can open."""
     if not isinstance(bundle, str | os.PathLike):
-        raise UsageError(f"bundle is {bundle!r:.60}, expected the path of a folder that llmc build wrote")
+        raise UsageError("bundle", f"is {bundle!r:.60}, expected the path of a folder that llmc build wrote")
     folder = Path(bundle)
     if re.search("[\0\ud800-\udfff]", str(folder)):
-        raise UsageError(f"the path {str(folder)!a} is not text in UTF-8; rename the folder")
+        raise UsageError("bundle", f"is {str(folder)!a}, which is not text in UTF-8", "rename the folder")
     try:
         folder.exists()
     except OSError as error:
-        raise UsageError(f"the path {folder!s:.200} cannot be looked at ({error.strerror})") from error
+        raise UsageError("bundle", f"is {folder!s:.200}, which cannot be looked at ({error.strerror})") from error
     return folder
 
 
@@ -250,7 +250,7 @@ def _options(given: Mapping[str, Any]) -> EngineOptions:
     if unknown := sorted(given.keys() - set(known)):
         close = neighbour(unknown[0], [*known, *inspect.signature(load).parameters])
         hint = f"did you mean {close}?" if close else f"the engine's options are {', '.join(known)}"
-        raise UsageError(f"load has no argument {unknown[0]!r}; {hint}")
+        raise UsageError(format_name(unknown[0]), "is no argument of load", hint)
     return EngineOptions(**given)
 
 
@@ -262,8 +262,9 @@ def template_variables(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
         return {}
     if not isinstance(given, Mapping) or any(type(name) is not str or name in own for name in given):
         raise UsageError(
-            f"chat_template_kwargs is {format_value(given)}, expected a mapping of names to values, none of them named "
-            f"{', '.join(sorted(own))}"
+            "chat_template_kwargs",
+            f"is {format_value(given)}, expected a mapping of names to values, none of them named "
+            f"{', '.join(sorted(own))}",
         )
     return given
 
@@ -311,7 +312,7 @@ class Model:
         """One sequence at a time, for benchmarks and evaluation; not while requests run. UsageError if it does not
         generate."""
         if isinstance(self._runner, TextEncoder):
-            raise UsageError(f"{self.folder} {self._runner.ability} and generates no text; expected one that does")
+            raise UsageError("bundle", f"{self._runner.ability} and generates no text", "load one that does")
         return self._runner
 
     @property
@@ -319,8 +320,9 @@ class Model:
         """Texts to vectors or scores. UsageError if the bundle generates."""
         if not isinstance(self._runner, TextEncoder):
             raise UsageError(
-                f"{self.folder} generates text (llmc run, Model.generate) and neither embeds nor ranks; expected a "
-                "bundle of an embedding model or a reranker"
+                "bundle",
+                "generates text (llmc run, Model.generate) and neither embeds nor ranks",
+                "load one of an embedding model or a reranker",
             )
         return self._runner
 
@@ -329,8 +331,9 @@ class Model:
         """Images to rows of embeddings. UsageError if the bundle takes text alone."""
         if self._tower is None:
             raise UsageError(
-                "the model has no tower that sees images; send text alone, or take a bundle of a model that sees, "
-                "exported without --text-only"
+                "messages",
+                "holds an image, and the model takes text alone",
+                "send text, or take a bundle of a model that sees, exported without --text-only",
             )
         return self._tower
 
@@ -405,7 +408,9 @@ class Model:
     def submit(self, request: Request) -> Handle:
         """:meth:`llmc.runtime.engine.engine.Engine.submit`; the handle keeps the model."""
         if not isinstance(request, Request):
-            raise UsageError(f"submit takes a Request, not {format_value(request)}; stream and generate take prompts")
+            raise UsageError(
+                "request", f"is {format_value(request)}, expected a Request", "stream and generate take prompts"
+            )
         handle = self.engine.submit(request)
         handle.owner = self
         return handle
@@ -507,7 +512,7 @@ class Model:
         )
         if self.manifest.geometry.diffusion and plan.calls is not None:
             raise UsageError(
-                "this is a diffusion model, which calls no tools; leave them out, or set tool_choice='none'"
+                "tools", "is given, and a diffusion model calls none", "leave it out, or set tool_choice='none'"
             )
         if images:
             sampling["images"] = self.tower.compute_rows(images, ids)
@@ -596,7 +601,9 @@ class Model:
             return {"enable_thinking": wanted}
         if (marks_of(template.source(False)) is not None) != wanted:
             has = "knows no reasoning" if wanted else "asks for reasoning in any case"
-            raise UsageError(f"reasoning cannot be turned {'on' if wanted else 'off'}: the model's chat template {has}")
+            raise UsageError(
+                "reasoning", f"cannot be turned {'on' if wanted else 'off'}: the model's chat template {has}"
+            )
         return {}
 
     def can_reason(self, tools: bool) -> bool:
@@ -619,7 +626,9 @@ class Model:
         own = {name: arguments.pop(name) for name in REQUEST_FIELDS & arguments.keys()}
         if suffix is not None:
             if arguments.get("on_overflow") not in (None, "refuse"):
-                raise UsageError("on_overflow is given beside suffix, of which nothing may be dropped; leave it out")
+                raise UsageError(
+                    "on_overflow", "is given beside suffix, of which nothing may be dropped", "leave it out"
+                )
             special = own.pop("add_special_tokens", True)
             prompt, ends = self.tokenizer.encode_gap(prompt, suffix, self.engine.max_context, special)
             arguments["stop_token_ids"] = [*(arguments.get("stop_token_ids") or ()), *ends]
@@ -762,11 +771,14 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
     """
     manifest, runner = model.manifest, model.runner
     if manifest.geometry.diffusion and options.draft not in (None, "auto"):
-        raise UsageError("draft is for a model that goes on token by token, and this one fills masks; leave it out")
+        raise UsageError(
+            "draft", "is for a model that goes on token by token, and this one fills masks", "leave it out"
+        )
     if manifest.geometry.head is not None:
         raise UsageError(
-            f"{model.folder} is a draft head, which generates nothing alone; load the model that it is for, with "
-            f"draft='{model.folder}'"
+            "bundle",
+            f"{model.folder} is a draft head, which generates nothing alone",
+            f"load the model that it is for, with draft='{model.folder}'",
         )
     if options.draft == "auto":
         keeps = drafts_keep_bits(manifest, options.determinism)

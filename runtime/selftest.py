@@ -109,7 +109,7 @@ def replay(
         return _replay_head(model)
     cases = tuple(case for case in model.manifest.golden if long or len(case.prompt) <= 2 * LONG_STEPS)
     if not cases:
-        raise BundleError(f"{model.folder}: the manifest has no golden prompts; build the bundle again")
+        raise BundleError("the manifest has no golden prompts", "build the bundle again", path=model.folder)
     largest, equal, compared = 0.0, 0, 0
     for number, case in enumerate(cases, 1):
         _check(model, case, number)
@@ -185,7 +185,9 @@ def _replay_head(model: Any) -> VerifyReport:
     """Compare a draft head, whose guesses are no text, with what it computed where it was built."""
     found, cases = run_head(model.runner.session, model.manifest), model.manifest.vectors
     if len(cases) != len(found):
-        raise BundleError(f"{model.folder}: the manifest has no golden values of a draft head; build the bundle again")
+        raise BundleError(
+            "the manifest has no golden values of a draft head", "build the bundle again", path=model.folder
+        )
     named = zip(("hidden states", "logits"), cases, found, strict=True)
     apart = max(_compare(model.folder, what, case, values) for what, case, values in named)
     return VerifyReport(len(model.manifest.files), 0, 0, 0, apart)
@@ -199,8 +201,10 @@ def _compare(folder: Path, what: str, case: GoldenVector, found: NDArray[np.floa
     apart = difference(found, recorded)
     if not apart <= VECTOR_TOLERANCE:
         raise BundleError(
-            f"{folder}: {what} differ by {apart:.3g} from those recorded when it was built, at most {VECTOR_TOLERANCE} "
-            "is expected; this machine computes something else: build the bundle on it"
+            f"{what} differ by {apart:.3g} from those recorded when it was built, at most "
+            f"{VECTOR_TOLERANCE} is expected",
+            "this machine computes something else: build the bundle on it",
+            path=folder,
         )
     return apart
 
@@ -216,7 +220,7 @@ def _replay_vectors(model: Any, progress: Callable[[str], None], prompts: int | 
     """:func:`replay` of a model that embeds or ranks."""
     cases, tolerance = model.manifest.vectors, model.manifest.golden_tolerance
     if not cases:
-        raise BundleError(f"{model.folder}: the manifest has no golden texts; build the bundle again")
+        raise BundleError("the manifest has no golden texts", "build the bundle again", path=model.folder)
     largest, vocab = 0.0, model.manifest.geometry.vocab_size
     cases = tuple(sorted(cases, key=lambda case: len(case.prompt))[:prompts]) if prompts else cases
     for number, case in enumerate(cases, 1):
@@ -254,13 +258,14 @@ def _check(model: Any, case: GoldenPrompt, number: int) -> None:
 
 
 def _corrupt(folder: Path, what: str) -> BundleError:
-    return BundleError(f"{folder}: golden {what} of the manifest is corrupt; build the bundle again")
+    return BundleError(f"golden {what} of the manifest is corrupt", "build the bundle again", path=folder)
 
 
 def _differs(model: Any, what: str) -> BundleError:
     return BundleError(
-        f"{model.folder}: {what} recorded when it was built, at most {model.manifest.golden_tolerance} is expected; "
-        "this machine computes something else: build the bundle on it"
+        f"{what} recorded when it was built, at most {model.manifest.golden_tolerance} is expected",
+        "this machine computes something else: build the bundle on it",
+        path=model.folder,
     )
 
 
@@ -313,8 +318,9 @@ def _same_tokens(model: Any, case: GoldenPrompt, tokens: tuple[int, ...]) -> int
     for i, (here, there, margin) in enumerate(zip(answer, tokens, case.margins, strict=False)):
         if here != there and margin > 2 * model.manifest.golden_tolerance:
             raise BundleError(
-                f"{model.folder}: greedy token {i} of a golden prompt is {here}, {there} was recorded with a lead of "
-                f"{margin:.3g}; this machine computes something else: build the bundle on it"
+                f"greedy token {i} of a golden prompt is {here}, {there} was recorded with a lead of {margin:.3g}",
+                "this machine computes something else: build the bundle on it",
+                path=model.folder,
             )
         if here != there:
             return i

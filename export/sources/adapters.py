@@ -97,8 +97,10 @@ def read_adapter(path: Path, scale: float, base: Path, config: Mapping[str, Any]
     """
     if not -100 <= scale <= 100 or not scale:
         raise UsageError(
-            f"{path}: the scale {scale:g} of the adapter is unsupported, expected -100 to 100 and not 0; leave it out "
-            "for the adapter as it was trained, or leave the adapter out"
+            "scale",
+            f"is {scale:g}, expected -100 to 100 and not 0",
+            "leave it out for the adapter as it was trained, or leave the adapter out",
+            path=path,
         )
     packed = [it.suffix == SUFFIX and not it.is_dir() for it in (path, base)]
     if packed[0] != packed[1]:  # rows and norms have another order and form there

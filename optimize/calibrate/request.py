@@ -66,8 +66,8 @@ class CalibrationRequest:
 
     @property
     def asked(self) -> str | None:
-        """The option that the user gave, in words, or None."""
-        given = {"a text": self.text, "a number of samples": self.samples, "a length of samples": self.length}
+        """The option that the user gave, or None."""
+        given = {"calibration": self.text, "samples": self.samples, "length": self.length}
         return next((name for name, value in given.items() if value is not None), None)
 
 
@@ -83,12 +83,13 @@ def calibrate_weights(
     wish = needs_calibration(recipe)
     if wish is None:
         if request is not None and request.asked is not None:
-            raise UsageError(f"{request.asked} is given for calibration, but the recipe asks for none; leave it out")
+            raise UsageError(request.asked, "is given for calibration, but the recipe asks for none", "leave it out")
         return Calibrated(pruning=pruning), None
     if request is None:
         raise UsageError(
-            f"{wish} needs calibration; leave --no-calibration out, or give build(..., "
-            "calibration=CalibrationRequest(...))"
+            wish,
+            f"is {getattr(recipe, wish)!r}, which needs calibration",
+            "leave --no-calibration out, or give build(..., calibration=CalibrationRequest(...))",
         )
     torch = require("torch", "export")
     from llmc.optimize.calibrate.layers import calibrate
@@ -115,7 +116,7 @@ def calibrate_weights(
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise ResourceError(
-            f"{folder}: the disk of the cache is full; free some space there, or set LLMC_CACHE to another folder"
+            "the disk of the cache is full", "free some space there, or set LLMC_CACHE to another folder", path=folder
         ) from error
     disk_cache.prune("calibration", KEPT_BYTES)
     return Calibrated(store, pruning), replace(used, experts=calibrated, nearest=nearest)
@@ -132,7 +133,7 @@ def check_windows(request: CalibrationRequest, longest: int) -> tuple[int, int]:
     samples, length = request.windows(longest)
     for name, value, highest in (("samples", samples, 100_000), ("length", length, longest)):
         if not 2 <= value <= highest:
-            raise UsageError(f"calibration {name} is {value}, expected 2 ... {highest}")
+            raise UsageError(name, f"is {value}, expected 2 ... {highest}")
     return samples, length
 
 

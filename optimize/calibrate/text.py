@@ -87,7 +87,7 @@ def read_samples(
     if _is_jsonl(source):
         prefix, ids = np.array([], np.int64), _conversations(text, source, model_folder, tokenizer)
     else:
-        prefix, ids = _prefix(tokenizer)[: length - 1], _encode(tokenizer, text, str(source))
+        prefix, ids = _prefix(tokenizer)[: length - 1], _encode(tokenizer, text, source, "text")
     _check_vocabulary(np.append(prefix, ids), vocab_size, tokenizer, source)
     step = length - len(prefix)
     fewest = 1 if path is None else min(samples, FEWEST_WINDOWS)
@@ -95,7 +95,10 @@ def read_samples(
     if len(ids) < needed:
         beside = f", or {remedy}" if remedy else ""
         raise UsageError(
-            f"{source} is too short: {len(ids)} tokens, expected at least {needed}; give a longer text{beside}"
+            "text",
+            f"is too short: {len(ids)} tokens, expected at least {needed}",
+            f"give a longer one{beside}",
+            path=source,
         )
     return CalibrationSamples(
         ids=_windows(ids, step, samples, prefix),
@@ -120,7 +123,7 @@ def _is_jsonl(path: Path) -> bool:
 def _read(path: Path) -> tuple[str, str]:
     try:
         if path.exists() and not path.is_file():
-            raise UsageError(f"{path} is not a regular file; {_REMEDY}")
+            raise UsageError("text", "is not a regular file", _REMEDY, path=path)
         with path.open("rb") as file:
             data = file.read(READ_AT_MOST)
             digest = hashlib.sha256(data)
@@ -128,13 +131,13 @@ def _read(path: Path) -> tuple[str, str]:
                 digest.update(piece)
             cut = file.tell() > len(data)
     except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror}); {_REMEDY}") from error
+        raise UsageError("text", f"cannot be read ({error.strerror})", _REMEDY, path=path) from error
     text = _decode(data, path, cut)
     if cut:
         log.warning("%s is large: only its first %d bytes are used", path, READ_AT_MOST)
         text = text[: text.rfind("\n") + 1] if _is_jsonl(path) else text  # whole lines
     if not text.strip():
-        raise UsageError(f"{path} is empty, expected text; {_REMEDY}")
+        raise UsageError("text", "is empty, expected one", _REMEDY, path=path)
     return text, digest.hexdigest()
 
 
@@ -143,9 +146,11 @@ def _decode(data: bytes, path: Path, cut: bool) -> str:
     try:
         text, _ = codecs.utf_8_decode(data, "strict", not cut)
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
+        raise UsageError(
+            "text", f"is not UTF-8 ({error.reason} at byte {error.start})", "convert it", path=path
+        ) from error
     if "\0" in text:
-        raise UsageError(f"{path} is not UTF-8 text (it holds zero bytes); convert it if it is text at all")
+        raise UsageError("text", "is not UTF-8 (it holds zero bytes)", "convert it if it is text at all", path=path)
     return text.removeprefix("\ufeff")  # the byte order mark
 
 
@@ -160,7 +165,7 @@ def _conversations(text: str, path: Path, folder: Path, tokenizer: Tokenizer) ->
     parts: list[Ids] = []
     for where, entry in _lines(text, path):
         parts += [end] if parts else []
-        parts.append(_encode(tokenizer, _text_of(entry, where, template), where))
+        parts.append(_encode(tokenizer, _text_of(entry, path, where, template), path, where))
     return np.concatenate([end[:0], *parts])  # all lines may be blank
 
 
@@ -168,35 +173,37 @@ def _lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(text.split("\n"), 1):  # str.splitlines also splits at characters inside of JSON
         if not line.strip():
             continue
-        where = f"{path}: line {number}"
+        where = f"line {number}"
         try:
             yield where, json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"{where} is not JSON ({getattr(error, 'msg', error)}); expected {_EXPECTED}") from error
+            raise UsageError(
+                where, f"is not JSON ({getattr(error, 'msg', error)}), expected {_EXPECTED}", path=path
+            ) from error
 
 
-def _text_of(entry: Any, where: str, template: Callable[[], ChatTemplate]) -> str:
+def _text_of(entry: Any, path: Path, where: str, template: Callable[[], ChatTemplate]) -> str:
     messages, tools = entry if isinstance(entry, list) else None, None
     if isinstance(entry, dict):
         if isinstance(entry.get("text"), str) and "messages" not in entry:
             return str(entry["text"])
         messages, tools = entry.get("messages"), entry.get("tools")
     if not messages:
-        raise UsageError(f"{where} holds {entry!r:.60}, expected {_EXPECTED}")
+        raise UsageError(where, f"is {entry!r:.60}, expected {_EXPECTED}", path=path)
     try:
         return template().render(messages, add_generation_prompt=False, tools=tools, date_string=DATE)
     except (RequestError, UsageError) as error:
-        raise UsageError(f"{where}: {error}") from error
+        raise UsageError(where, f"cannot be used: {error}", path=path) from error
 
 
 # -------------------------------------------------------------------------------------------------------------- tokens
 
 
-def _encode(tokenizer: Tokenizer, text: str, where: str) -> Ids:
+def _encode(tokenizer: Tokenizer, text: str, path: Path, where: str) -> Ids:
     try:
         return np.array(tokenizer.encode(text, add_special_tokens=False), np.int64)
     except RequestError as error:
-        raise UsageError(f"{where}: {error}") from error
+        raise UsageError(where, f"cannot be used: {error}", path=path) from error
 
 
 def hide_half(ids: Ids, diffusion: Diffusion | None) -> Ids:
@@ -217,8 +224,10 @@ def _check_vocabulary(ids: Ids, vocab_size: int, tokenizer: Tokenizer, path: Pat
     if len(beyond):
         text = tokenizer.decode([int(beyond[0])], skip_special_tokens=False)
         raise UsageError(
-            f"{path}: {text!r} is token {beyond[0]}, but the model's vocabulary ends at {vocab_size - 1}; "
-            "take it out of the text, or give the model the tokenizer it was trained with"
+            "text",
+            f"has {text!r}, which is token {beyond[0]}, but the model's vocabulary ends at {vocab_size - 1}",
+            "take it out of the text, or give the model the tokenizer it was trained with",
+            path=path,
         )
 
 

@@ -39,9 +39,9 @@ def read_windows(
     context = model.runner.max_context
     window = min(WINDOW, context) if window is None else window
     if not 2 <= window <= context:
-        raise UsageError(f"window is {window}, expected 2 ... {context}, the context that the bundle is loaded with")
+        raise UsageError("window", f"is {window}, expected 2 ... {context}, the context that the bundle is loaded with")
     if max_windows < 1:
-        raise UsageError(f"max_windows is {max_windows}, expected at least 1")
+        raise UsageError("max_windows", f"is {max_windows}, expected at least 1")
     vocab = model.manifest.geometry.vocab_size
     return read_samples(path, model.folder, samples=max_windows, length=window, vocab_size=vocab, held_out=True)
 
@@ -51,8 +51,10 @@ def open_reference(model: Model, export: Path) -> Reference:
     ours, theirs = model.manifest.source, reference.manifest.source
     if ours.fingerprint != theirs.fingerprint:
         raise UsageError(
+            "reference",
             f"{export} is an export of {theirs.name} ({theirs.fingerprint[:12]}), but {model.folder} was built from "
-            f"{ours.name} ({ours.fingerprint[:12]}); give the export of the same checkpoint"
+            f"{ours.name} ({ours.fingerprint[:12]})",
+            "give the export of the same checkpoint",
         )
     return reference
 
@@ -82,7 +84,7 @@ def evaluate(
     """
     if model.manifest.geometry.head is not None:
         raise UsageError(
-            f"{model.folder} is a draft head, which reads another model's hidden states: no text judges it"
+            "bundle", f"{model.folder} is a draft head, which reads another model's hidden states: no text judges it"
         )
     unquantized = open_reference(model, reference) if reference is not None else None
     diffusion = model.manifest.geometry.diffusion

@@ -158,8 +158,9 @@ def _not_finite(model: Model, what: str) -> BundleError:
     halves = model.manifest.cache == "float16" and model.manifest.target.name == "cpu"
     remedy = "cache = 'float32' in the recipe, if keys or values leave float16" if halves else "precision fp32"
     return BundleError(
-        f"{model.folder}: the {what} computes NaN or infinite logits, so nothing can be said about its quality; build "
-        f"again, with {remedy}"
+        f"the {what} computes NaN or infinite logits, so nothing can be said about its quality",
+        f"build again, with {remedy}",
+        path=model.folder,
     )
 
 

@@ -25,7 +25,7 @@ try:
     with load(folder, self_test=False, emulate=emulate) as model:
         answer = "", f"logits differ by {replay(model, long=not emulate).largest_difference:.2g}"
 except LlmcError as error:
-    answer = type(error).__name__, str(error).removeprefix(f"{folder}: ")
+    answer = type(error).__name__, error.problem
 print(json.dumps(answer))
 """
 KILLED = -9

@@ -56,8 +56,9 @@ def run_golden_image(model: Model, export: Path, progress: Progress = silent) ->
 def _check_finite(model: Model, vectors: Iterable[Float]) -> None:
     if not all(np.isfinite(vector).all() for vector in vectors):
         raise BundleError(
-            f"{model.folder}: it computes NaN or infinite values, so nothing can be said about its quality; build the "
-            "bundle again, with precision fp32 if it stays so"
+            "it computes NaN or infinite values, so nothing can be said about its quality",
+            "build the bundle again, with precision fp32 if it stays so",
+            path=model.folder,
         )
 
 

@@ -256,8 +256,9 @@ def _find_own_grid(linear: Linear | Experts, single: bool) -> WeightOnly | Mxfp4
         terms = " with zero points" if codes.zero_points else " with minima" if codes.offsets else ""
         kind = f"{codes.bits} bits in blocks of {codes.block}{terms}"
         raise UsageError(
-            f"precision is 'source', but this target takes no integers like those of {linear.name} ({kind}); build "
-            f"with --int{codes.bits}, which chooses them anew"
+            "precision",
+            f"is 'source', but this target takes no integers like those of {linear.name} ({kind})",
+            f"build with --int{codes.bits}, which chooses them anew",
         )
     return WeightOnly(Grid(codes.bits, block, not codes.zero_points, single, codes.offsets))
 
@@ -280,6 +281,7 @@ def check_patterns(recipe: Recipe, modules: list[str]) -> None:
     for pattern in recipe.layers:
         if pattern != SENSITIVE and not any(fnmatchcase(module, pattern) for module in modules):
             raise UsageError(
-                f"layers: {pattern!r} matches no linear of this model; expected a pattern of names like {modules[0]}, "
-                f"{modules[-2]} or {modules[-1]}"
+                f"layers.{pattern}",
+                f"matches no linear of this model, expected a pattern of names like {modules[0]}, "
+                f"{modules[-2]} or {modules[-1]}",
             )

@@ -40,10 +40,10 @@ def choose_borders(
         "with adapters beside them": limits.adapters,
     }
     for models in (models for models, found in refused.items() if found):
-        raise UsageError(f"stages cannot be made of models {models}; leave them out")
+        raise UsageError("stages", f"cannot be made of models {models}", "leave it out")
     most = min(geometry.layers, MOST_STAGES)
     if not 2 <= len(boxes) <= most:
-        raise UsageError(f"stages are {len(boxes)}, expected 2 to {most}: each has a layer or more")
+        raise UsageError("stages", f"is {len(boxes)}, expected 2 to {most}: each has a layer or more")
 
     @cache
     def plan(first: int, end: int) -> MemoryPlan:

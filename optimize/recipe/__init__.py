@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import llmc
 from llmc.bundle import MOST_ADAPTERS, MOST_RANK, TWO_OF_FOUR, Budget, Geometry, Limits, Recipe, version
-from llmc.errors import UsageError, format_value
+from llmc.errors import UsageError, format_name, format_value
 from llmc.inventory import SENSITIVE
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import Capabilities
@@ -149,7 +149,7 @@ def find_recipe(name: str | None) -> Path | None:
         return None if name is None else Path(name)
     shipped = {path.stem: path for path in (Path(llmc.__path__[0]) / "recipes").glob("*.toml")}
     if name not in shipped:
-        raise UsageError(f"no recipe {name!r}: neither a file nor one of {', '.join(sorted(shipped)) or 'none'}")
+        raise UsageError("recipe", f"is {name!r}, expected a file or one of {', '.join(sorted(shipped)) or 'none'}")
     return shipped[name]
 
 
@@ -158,42 +158,42 @@ def read_recipe(path: Path) -> Request:
     try:
         data = parse_toml(read_bytes(path, MOST_RECIPE))
     except (OSError, ValueError) as error:  # not UTF-8, not TOML, absurd numbers, absurd depth
-        raise UsageError(f"{path}: not a readable TOML recipe ({str(error)[:200]})") from error
-    request: Request = _read_table(Request, data, f"{path}:")
+        raise UsageError("recipe", f"is {path}, which is no readable TOML ({str(error)[:200]})") from error
+    request: Request = _read_table(Request, data, path)
     return request
 
 
-def _read_table(kind: type, data: dict[str, Any], where: str) -> Any:
+def _read_table(kind: type, data: dict[str, Any], path: Path, table: str = "") -> Any:
     hints = typing.get_type_hints(kind)
     for key in data:
         if key not in hints:
             nearest = difflib.get_close_matches(key, hints, 1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; expected some of {', '.join(hints)}"
-            raise UsageError(f"{where} unknown key {key!r}{hint}")
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"expected some of {', '.join(hints)}"
+            raise UsageError(f"{table}{format_name(key)}", "is no key of a recipe", hint, path=path)
     missing = [f.name for f in fields(kind) if f.name not in data and hints[f.name] in (int, float, str, bool)]
     if missing:
-        raise UsageError(f"{where} {missing[0]} is missing")
-    return kind(**{key: _read_value(hints[key], value, f"{where} {key}") for key, value in data.items()})
+        raise UsageError(f"{table}{missing[0]}", "is missing", "give it", path=path)
+    return kind(**{key: _read_value(hints[key], value, path, f"{table}{key}") for key, value in data.items()})
 
 
 _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
-def _read_value(hint: Any, value: Any, where: str) -> Any:
+def _read_value(hint: Any, value: Any, path: Path, key: str) -> Any:
     given = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     kinds = [kind for kind in given if kind is not types.NoneType]
     kind, expected = kinds[0], " or ".join(_WORDS.get(kind, "a table") for kind in kinds)
     if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
-        return _read_table(kind, value, f"{where}:")
+        return _read_table(kind, value, path, f"{key}.")
     if typing.get_origin(kind) is dict and isinstance(value, dict):
-        return {key: _read_value(str, item, f"{where}: {key}") for key, item in value.items()}
+        return {name: _read_value(str, item, path, f"{key}.{name}") for name, item in value.items()}
     if type(value) is int and abs(value) >= LARGEST_NUMBER:
-        raise UsageError(f"{where} is beyond all sense, expected {expected} below {LARGEST_NUMBER}")
+        raise UsageError(key, f"is {format_value(value)}, expected {expected} below {LARGEST_NUMBER}", path=path)
     if float in kinds and type(value) is int:
         return float(value)
     if type(value) in _WORDS and type(value) in kinds:
         return value
-    raise UsageError(f"{where} is {value!r}, expected {expected}")
+    raise UsageError(key, f"is {format_value(value)}, expected {expected}", path=path)
 
 
 def settle(
@@ -202,21 +202,25 @@ def settle(
     """:func:`resolve` a request for a model; ``calibrated`` tells that the build can calibrate.
     Raises UsageError: as there, or the target does not take such models."""
     if geometry.cpu_only and target.name != "cpu":
-        why = ", whose session keeps no states" if geometry.has_states else ""
+        why, advice = ", for its session keeps no states" if geometry.has_states else "", "build for cpu"
         if geometry.mixtures and target.name == "tensorrt-rtx":
-            why = why or ", whose parser (1.7) takes no NonZero, by which experts find their tokens"
+            why = why or ", for its parser (1.7) takes no NonZero, by which experts find their tokens"
         if geometry.vision:
-            why = "; llmc export --text-only leaves what sees out"
+            why, advice = "", "llmc export --text-only leaves what sees out"
         raise UsageError(
-            f"{geometry.model_type} has {geometry.cpu_only}, which llmc lowers for cpu alone; "
-            f"the target is {target.name}{why}"
+            "target",
+            f"is {target.name}, and {geometry.model_type} has {geometry.cpu_only}, "
+            f"which llmc lowers for cpu alone{why}",
+            advice,
         )
     if geometry.encoder:
         asked, calibrated = for_encoder(asked, target, geometry.max_positions), False
     if geometry.diffusion:
         asked = _for_diffusion(asked, geometry)
     if asked.sparsity is not None and geometry.mixtures:
-        raise UsageError(f"sparsity is given, but experts, as of {geometry.model_type}, are not pruned; leave it out")
+        raise UsageError(
+            "sparsity", f"is given, but experts, as of {geometry.model_type}, are not pruned", "leave it out"
+        )
     calibrated = calibrated and not geometry.head  # no text holds another model's hidden states
     recipe, limits = resolve(
         *(asked, target, geometry.max_positions, name, calibrated),
@@ -269,7 +273,7 @@ def resolve(
         _one_of("precision", precision, (*target.precisions, "source"))
     rest = target.head if precision == "source" else precision
     head = _one_of("head", either(request.head, target.head if rest == "int4" else rest), target.precisions)
-    layers = {key: _one_of(f"layers: {key}", value, target.precisions) for key, value in (request.layers or {}).items()}
+    layers = {key: _one_of(f"layers.{key}", value, target.precisions) for key, value in (request.layers or {}).items()}
     stored = {rest, head, *layers.values()}
     _refuse_integer_keys(request, precision, stored)
     phases = _phases(request.phases, target, integers=rest in BITS, one=one_graph)
@@ -281,8 +285,10 @@ def resolve(
     scheme = _one_of("scheme", either(request.scheme, "gptq" if can_choose else "rtn"), SCHEMES)
     if scheme == "gptq" and not gains:
         raise UsageError(
-            f"scheme = 'gptq' is for int4 and for prompts of a rotated stream, the precision is {precision} without "
-            "one; leave it out"
+            "scheme",
+            f"is 'gptq', which is for int4 and for prompts of a rotated stream, "
+            f"the precision is {precision} without one",
+            "leave it out",
         )
     if request.layers is None and precision == "int4" and scheme == "rtn" and not target.has_gpu:
         layers = {SENSITIVE: "int8"}
@@ -290,10 +296,10 @@ def resolve(
     rotated = _list_rotated(phases, activations, eight) if rotates and not target.has_gpu else ()
     smooths = calibrated and not rotates and activations == "per-token" and precision != "source"
     if request.engine is not None and _collect_values(request.engine) and not target.makes_engine:
-        raise UsageError(f"engine: is for TensorRT, the target is {target.name}; leave it out")
+        raise UsageError("engine", f"is for TensorRT, the target is {target.name}", "leave it out")
     longest = min(max_positions, ENGINE_CONTEXT if target.makes_engine else DEFAULT_CONTEXT)
     context = either(request.max_context, longest)
-    check_context(context, max_positions, "; change --max-context, or max_context in the recipe")
+    check_context(context, max_positions, "change it, or max_context in the recipe")
     limits = Limits(
         max_context=context,
         max_batch=check_between("max_batch", either(request.max_batch, DEFAULT_BATCH), 1, LARGEST_BATCH),
@@ -329,11 +335,12 @@ def _room_for_adapters(request: Request, target: Capabilities) -> dict[str, int]
     count = check_between("adapters", either(request.adapters, 0), 0, MOST_ADAPTERS)
     if count and target.name != "cpu":
         raise UsageError(
-            f"adapters is {count}, and bundles for {target.name} load none beside the model; merge them at export "
-            "(llmc export --adapter), or build for cpu"
+            "adapters",
+            f"is {count}, and bundles for {target.name} load none beside the model",
+            "merge them at export (llmc export --adapter), or build for cpu",
         )
     if not count and request.rank is not None:
-        raise UsageError(f"rank is {request.rank}, and there is no room for adapters; give --adapters, too")
+        raise UsageError("rank", f"is {request.rank}, and there is no room for adapters", "give --adapters, too")
     return {
         "adapters": count,
         "rank": check_between("rank", either(request.rank, DEFAULT_RANK), 1, MOST_RANK) * (count > 0),
@@ -344,13 +351,13 @@ def _sparsity(request: Request, calibrated: bool) -> dict[str, str]:
     asked = request.sparsity
     if asked is None:
         if request.pruning is not None:
-            raise UsageError(f"pruning is {request.pruning!r}, but sparsity is missing; give sparsity, too")
+            raise UsageError("pruning", f"is {request.pruning!r}, but sparsity is missing", "give sparsity, too")
         return {}
     if asked != TWO_OF_FOUR:
         share = asked if isinstance(asked, float | int) else 0.0
         if not 0 < share <= LARGEST_SPARSITY:
             expected = f'expected "{TWO_OF_FOUR}" or a share above 0, {LARGEST_SPARSITY} at most'
-            raise UsageError(f"sparsity is {format_value(asked)}, {expected}")
+            raise UsageError("sparsity", f"is {format_value(asked)}, {expected}")
     rule = either(request.pruning, "wanda" if calibrated else "magnitude")
     return {"sparsity": str(asked), "pruning": _one_of("pruning", rule, PRUNINGS)}
 
@@ -358,12 +365,13 @@ def _sparsity(request: Request, calibrated: bool) -> dict[str, str]:
 def _check_source(request: Request, coded: bool) -> None:
     """Integers that are kept leave nothing to choose."""
     if not coded:
-        raise UsageError("precision is 'source', but the checkpoint is not quantized; name another precision")
+        raise UsageError("precision", "is 'source', but the checkpoint is not quantized", "name another precision")
     for key, plain in (("scheme", "rtn"), ("smoothing", 0.0), ("sparsity", None)):
         if getattr(request, key) not in (None, plain):
             raise UsageError(
-                f"{key} is {getattr(request, key)!r}, but the precision is source, which keeps the checkpoint's own "
-                "integers; leave it out, or build with int8 or int4, which choose them anew"
+                key,
+                f"is {getattr(request, key)!r}, but the precision is source, which keeps the checkpoint's own integers",
+                "leave it out, or build with int8 or int4, which choose them anew",
             )
 
 
@@ -372,7 +380,7 @@ def for_encoder(request: Request, target: Capabilities, max_positions: int) -> R
     Raises UsageError: it asks for what only a model that generates has, or for another target."""
     if target.has_gpu:
         raise UsageError(
-            f"the target is {target.name}, but a model that embeds or ranks is built for cpu; leave it out"
+            "target", f"is {target.name}, but a model that embeds or ranks is built for cpu", "leave it out"
         )
     names = ("activations", "cache", "budget", "adapters", "rank", "sparsity", "pruning")
     asked = {name: getattr(request, name) for name in names}
@@ -381,8 +389,10 @@ def for_encoder(request: Request, target: Capabilities, max_positions: int) -> R
     for name, value in asked.items():
         if value is not None and value != Budget():
             raise UsageError(
-                f"{name} is {format_value(value)}, but a model that embeds or ranks has one graph without a cache, "
-                "whose weights are rounded to nearest; leave it out"
+                name,
+                f"is {format_value(value)}, but a model that embeds or ranks has one graph without a "
+                "cache, whose weights are rounded to nearest",
+                "leave it out",
             )
     longest = either(request.max_context, min(max_positions, ENCODER_CONTEXT))
     return replace(request, phases="shared", max_context=longest, budget=None)
@@ -393,7 +403,7 @@ def _for_diffusion(request: Request, geometry: Geometry) -> Request:
     Raises UsageError: it asks for adapters, or for a cache in integers."""
     for name, value in (("adapters", request.adapters), ("cache", request.cache)):
         if value and value not in ("float32", "float16"):
-            raise UsageError(f"{name} is {format_value(value)}, which no diffusion model can have; leave it out")
+            raise UsageError(name, f"is {format_value(value)}, which no diffusion model can have", "leave it out")
     context = either(request.max_context, min(geometry.max_positions, ENCODER_CONTEXT))
     request = replace(request, max_context=context, prefill_chunk=context)
     eight = {request.precision or "int8", request.head or "int8"} == {"int8"} and not (geometry.coded or request.layers)
@@ -405,14 +415,17 @@ def _for_diffusion(request: Request, geometry: Geometry) -> Request:
 def check_context(context: int, max_positions: int, advice: str = "") -> None:
     """Refuse a context that the model does not have. Raises UsageError: with the bounds."""
     if not 2 <= context <= max_positions:
-        of = "the max_position_embeddings of the checkpoint"
-        raise UsageError(f"max_context is {context}, expected 2 ... {max_positions}, {of}{advice}")
+        raise UsageError(
+            "max_context",
+            f"is {context}, expected 2 ... {max_positions}, the max_position_embeddings of the checkpoint",
+            advice,
+        )
 
 
 def _phases(asked: str | None, target: Capabilities, *, integers: bool, one: bool) -> str:
     allowed = target.phases if integers or "shared" not in target.phases else ("shared",)
     if asked is not None and asked not in allowed and target.has_gpu:
-        raise UsageError(f"phases is {asked!r}, the target {target.name} has {allowed[0]!r} only; leave it out")
+        raise UsageError("phases", f"is {asked!r}, the target {target.name} has {allowed[0]!r} only", "leave it out")
     return str(_one_of("phases", either(asked, "shared" if one and "shared" in allowed else allowed[0]), allowed))
 
 
@@ -420,7 +433,7 @@ def _compute(asked: str | None, precision: str, target: Capabilities) -> str:
     """Type that activations are computed in: as the weights, where those are floats and the target has a choice."""
     follows = COMPUTED.get(precision) if len(target.computes) > 1 else None
     if asked is not None and follows is not None and asked != follows:
-        raise UsageError(f"compute is {asked!r}, but {precision} computes in {follows}; leave one of them out")
+        raise UsageError("compute", f"is {asked!r}, but {precision} computes in {follows}", "leave one of them out")
     return str(_one_of("compute", either(asked, follows or target.computes[0]), target.computes))
 
 
@@ -443,7 +456,7 @@ def _block_size(
     blocked = {"int4"} if target.makes_engine else BITS.keys()
     if blocked.isdisjoint(stored):
         if asked is not None:
-            raise UsageError(f"block_size is {asked}, but nothing here is stored in blocks; leave it out")
+            raise UsageError("block_size", f"is {asked}, but nothing here is stored in blocks", "leave it out")
         return 0
     usual = WIDER_BLOCK if ("int4" in stored and scheme == "gptq") or "decode" in rotated else PLAIN_BLOCK
     return int(_one_of("block_size", either(asked, target.block or usual), BLOCKS))
@@ -452,18 +465,18 @@ def _block_size(
 def _symmetric(asked: bool | None, stored: set[str], target: Capabilities) -> bool:
     """True if 4 bits have no zero points. On CPUs these cost no time: kernels multiply a sum per block anyway."""
     if asked is False and not target.asymmetric:
-        raise UsageError(f"symmetric is false, but {target.engine} has no zero points; leave it out")
+        raise UsageError("symmetric", f"is false, but {target.engine} has no zero points", "leave it out")
     return either(asked, "int4" not in stored or target.block > 0)
 
 
 def needs_calibration(recipe: Recipe) -> str | None:
-    """The part of the recipe that wants to see activations, in words, or None."""
+    """The key of the recipe whose value wants to see activations, or None."""
     wishes = {
-        f"scheme = {recipe.scheme!r}": recipe.scheme != "rtn",
-        f"smoothing = {recipe.smoothing}": recipe.smoothing > 0,
-        f"cache = {recipe.cache!r}": recipe.cache.startswith("int8"),
-        "activations = 'static'": recipe.activations == "static",
-        "pruning = 'wanda'": recipe.pruning == "wanda",
+        "scheme": recipe.scheme != "rtn",
+        "smoothing": recipe.smoothing > 0,
+        "cache": recipe.cache.startswith("int8"),
+        "activations": recipe.activations == "static",
+        "pruning": recipe.pruning == "wanda",
     }
     return next((wish for wish, holds in wishes.items() if holds), None)
 
@@ -473,28 +486,29 @@ def _refuse_integer_keys(request: Request, precision: str, stored: set[str]) -> 
     meaningless = ("block_size", "scheme", "activations", "smoothing") if stored.isdisjoint(BITS) else ()
     for key in meaningless:
         if getattr(request, key) is not None:
-            raise UsageError(f"{key} is for int8 and int4, the precision is {precision}; leave it out")
+            raise UsageError(key, f"is for int8 and int4, the precision is {precision}", "leave it out")
     if request.symmetric is not None and "int4" not in stored:
-        raise UsageError(f"symmetric is for int4, the precision is {precision}; leave it out")
+        raise UsageError("symmetric", f"is for int4, the precision is {precision}", "leave it out")
 
 
 def _activations(asked: str | None, phases: str, stored: set[str], target: Capabilities) -> str:
     if phases == "shared":
         if asked not in (None, "per-token") or (asked and ("int4" in stored or target.has_gpu)):
             raise UsageError(
-                f"activations is {asked!r}, but one graph for both phases takes only 'per-token', beside 8-bit weights "
-                "on cpu; leave it out"
+                "activations",
+                f"is {asked!r}, but one graph for both phases takes only 'per-token', beside 8-bit weights on cpu",
+                "leave it out",
             )
         return either(asked, "none")
     found = str(_one_of("activations", either(asked, target.activations[0]), target.activations))
     if phases == "single" and found == "static" and "int8" not in stored:
-        raise UsageError("activations is 'static', which goes with int8 weights, and there are none")
+        raise UsageError("activations", "is 'static', which goes with int8 weights, and there are none")
     return found
 
 
 def _budget(budget: Budget) -> Budget:
     for name, limit in _collect_values(budget).items():
-        check_between(f"budget: {name}", limit, 0.0, 1.0 if name == "min_agreement" else 1000.0)
+        check_between(f"budget.{name}", limit, 0.0, 1.0 if name == "min_agreement" else 1000.0)
     return budget
 
 
@@ -505,12 +519,12 @@ def either(value: V | None, default: V) -> V:
 
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
     if value not in allowed:
-        raise UsageError(f"{name} is {value!r}, expected one of {', '.join(map(str, allowed))}")
+        raise UsageError(name, f"is {value!r}, expected one of {', '.join(map(str, allowed))}")
     return value
 
 
 def check_between(name: str, value: N, low: N, high: N) -> N:
     """The value called ``name``. Raises UsageError: it is out of range."""
     if not low <= value <= high:
-        raise UsageError(f"{name} is {value}, expected {low} ... {high}")
+        raise UsageError(name, f"is {value}, expected {low} ... {high}")
     return value

@@ -126,15 +126,17 @@ def _compute_capabilities(
         older = here is not None and here.compute_capability in possible and version(here.compute_capability) < AMPERE
         return possible if older else ()
     if library is None:
-        raise UsageError(f"compute_capabilities is {asked!r}, but a deferred engine is for the GPU where it is built")
+        raise UsageError(
+            "compute_capabilities", f"is {asked!r}, but a deferred engine is for the GPU where it is built"
+        )
     if not known:
-        raise UsageError(f"compute_capabilities is {asked!r}, but {target.engine} builds for the GPU it runs on")
+        raise UsageError("compute_capabilities", f"is {asked!r}, but {target.engine} builds for the GPU it runs on")
     found = tuple(dict.fromkeys(part.strip() for part in asked.split(",")))
     for part in found:
         if part not in possible:
             raise UsageError(
-                f"compute_capabilities has {part!r}, {target.engine} builds {', '.join(sorted(wanted))} for "
-                f"{', '.join(possible)}"
+                "compute_capabilities",
+                f"has {part!r}, {target.engine} builds {', '.join(sorted(wanted))} for {', '.join(possible)}",
             )
     return found
 
@@ -168,6 +170,8 @@ def _refuse_old(target: Capabilities, gpu: Device | None, wanted: set[str]) -> N
     for precision, first in list_absent_precisions(target.name, gpu.compute_capability).items():
         if precision in wanted:
             raise UsageError(
-                f"{target.engine} has {precision} from compute capability {first} on, {gpu.name} has "
-                f"{gpu.compute_capability}; build with another precision"
+                "target",
+                f"is {target.name}, which has {precision} from compute capability {first} on, {gpu.name} has "
+                f"{gpu.compute_capability}",
+                "build with another precision",
             )

@@ -142,8 +142,9 @@ class OutputCollector:
     def _wait(self, changed: threading.Condition, holds: Callable[[], bool], timeout: float | None) -> bool:
         if is_serving() and not holds():
             raise UsageError(
-                "a function that came with a request waits for a request, on the engine's own thread, where it would "
-                "wait for ever; wait in another thread"
+                "request",
+                "is waited for by a function that came with a request, on the thread that computes it",
+                "wait in another thread",
             )
         endless = timeout is not None and timeout > threading.TIMEOUT_MAX
         return changed.wait_for(holds, None if endless else timeout)
@@ -282,7 +283,9 @@ class Handle:
 
     def _single(self) -> None:
         if self.outputs > 1:
-            raise UsageError(f"the request has {self.outputs} outputs, whose texts would mix; iterate over events()")
+            raise UsageError(
+                "n", f"is {self.outputs}, and the texts of several outputs would mix", "iterate over events()"
+            )
 
     def _get_result(self) -> GenerationResult:
         if self._finalizer is not None:  # it holds the request, whose error's traceback holds this handle

@@ -71,13 +71,14 @@ class EngineOptions:
         for name, values in _RANGES.items():
             values.check(name, getattr(self, name))
         if self.prefix_cache_folder is not None and self.prefix_cache_bytes == 0:
-            raise UsageError("prefix_cache_folder needs prefix_cache_bytes above 0: prefixes pass through memory")
+            raise UsageError("prefix_cache_folder", "needs prefix_cache_bytes above 0: prefixes pass through memory")
         if self.draft == "none":
             object.__setattr__(self, "draft", None)
         if self.draft not in (None, "auto") and self.determinism is Determinism.BATCH:
             raise UsageError(
-                "draft is set and determinism is 'batch', which cannot promise the same tokens with speculation as "
-                "without; use 'strict', or 'fast'"
+                "draft",
+                "is set and determinism is 'batch', which cannot promise the same tokens with speculation as without",
+                "use 'strict', or 'fast'",
             )
 
 
@@ -116,13 +117,16 @@ def check_level(manifest: Manifest, level: Determinism) -> None:
     missing = [what for what, holds in kept.items() if not holds]
     if missing and manifest.geometry.mixtures and decode == Invariance():
         raise UsageError(
-            f"determinism is {level.value!r}, but this model has experts, which multiply the rows of a call that chose "
-            "them together and round them by their number; use determinism 'fast'"
+            "determinism",
+            f"is {level.value!r}, but this model has experts, which multiply the rows of a call that "
+            "chose them together and round them by their number",
+            "use determinism 'fast'",
         )
     if missing:
         raise UsageError(
-            f"determinism is {level.value!r}, but the build saw results depend on the number of {', '.join(missing)}; "
-            "build the bundle on this kind of machine, or with --fp32, or use determinism 'fast'"
+            "determinism",
+            f"is {level.value!r}, but the build saw results depend on the number of {', '.join(missing)}",
+            "build the bundle on this kind of machine, or with --fp32, or use determinism 'fast'",
         )
 
 
@@ -136,8 +140,9 @@ def check_adapters(manifest: Manifest, level: Determinism) -> None:
         kept = level is Determinism.FAST or (seen.tokens > 0 and seen.outputs > 0)
     if not kept:
         raise UsageError(
-            f"determinism is {level.value!r}, which the build did not see calls with adapters keep; use 'fast', or "
-            "merge the adapter at export"
+            "determinism",
+            f"is {level.value!r}, which the build did not see calls with adapters keep",
+            "use 'fast', or merge the adapter at export",
         )
 
 
@@ -147,7 +152,7 @@ def row_limit(manifest: Manifest, options: EngineOptions) -> int:
     most = manifest.limits.max_batch
     rows = most if options.max_batch is None else options.max_batch
     if rows > most:
-        raise UsageError(f"max_batch is {rows}, the bundle was built for {most}; build with a larger --max-batch")
+        raise UsageError("max_batch", f"is {rows}, the bundle was built for {most}", "build with a larger --max-batch")
     return rows - rows % 2 if in_pairs(manifest, options.determinism) and rows > 1 else rows
 
 

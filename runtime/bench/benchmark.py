@@ -78,13 +78,15 @@ def benchmark(
     context = manifest.limits.max_context
     if manifest.geometry.diffusion:
         raise UsageError(
-            f"{folder} fills masks, block by block, and has neither prefill nor decode to time; llmc run {folder} "
-            "--stats says how fast an answer came, and recipes/benchmarks/diffusion.py compares it with another model"
+            "bundle",
+            f"{folder} fills masks, block by block, and has neither prefill nor decode to time",
+            f"llmc run {folder} --stats says how fast an answer came, and recipes/benchmarks/diffusion.py compares it",
         )
     if prompt_length < 1 or new_tokens < 2 or repeats < 1 or prompt_length + new_tokens > context:
         raise UsageError(
-            f"prompt_length {prompt_length}, new_tokens {new_tokens}, repeats {repeats}: expected at least 1, 2 and 1, "
-            f"and together at most the bundle's context of {context} tokens"
+            "prompt_length",
+            f"is {prompt_length}, new_tokens {new_tokens} and repeats {repeats}, expected at least 1, 2 and 1, "
+            f"and together at most the bundle's context of {context} tokens",
         )
     start = time.perf_counter()
     with load(folder, threads=threads, self_test=False) as model:

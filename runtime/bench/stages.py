@@ -88,7 +88,7 @@ def plan_bundle(manifest: Manifest, context: int | None, batch: int) -> list[Mem
     limits = manifest.limits
     for name, value, most in (("max_context", context, limits.max_context), ("max_batch", batch, limits.max_batch)):
         if value is not None and value > most:
-            raise UsageError(f"{name} is {value}, the bundle was built for {most}; build with a larger one")
+            raise UsageError(name, f"is {value}, the bundle was built for {most}", "build with a larger one")
     run = plan_load(manifest, context, batch)
     if manifest.stage.borders[1:]:
         run = run.of_stage(manifest.stage.number, manifest.list_layers())
@@ -109,8 +109,8 @@ def find_memories(on_gpu: bool, memory: int | None, gpu_memory: int | None, unif
         UsageError: a GPU's memory without a GPU, or two sizes of one memory.
     """
     if not on_gpu and (gpu_memory is not None or unified is not None):
-        given = "--gpu-memory" if gpu_memory is not None else f"--{'unified' if unified else 'separate'}-memory"
-        raise UsageError(f"{given} is for a GPU, and none is planned for; leave it out, or give a --target with a GPU")
+        given = "gpu_memory" if gpu_memory is not None else "unified"
+        raise UsageError(given, "is for a GPU, and none is planned for", "leave it out, or give a --target with a GPU")
     here = memory_here() if memory is None else Available(memory, "--memory")
     if not on_gpu:
         return Memories(here, None, False)
@@ -118,7 +118,9 @@ def find_memories(on_gpu: bool, memory: int | None, gpu_memory: int | None, unif
     if unified is False or not (unified or integrated):
         return Memories(here, there, False)
     if memory is not None and gpu_memory is not None:
-        raise UsageError("one memory has one size: give --memory or --gpu-memory, or --separate-memory")
+        raise UsageError(
+            "gpu_memory", "is given beside memory, and they are one memory", "give one of them, or --separate-memory"
+        )
     if there is None or memory is not None or not (integrated or gpu_memory):
         return Memories(here, here, True)
     one = there if gpu_memory else max(there, here, key=lambda size: size.bytes)

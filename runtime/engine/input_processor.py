@@ -143,17 +143,24 @@ class InputProcessor:
         params = request.params
         check_diffusion(params, self._diffusion is not None)
         if self._diffusion is not None and (request.thinking is not None or request.logits_processors):
-            what = "logits_processors" if request.logits_processors else "a budget of reasoning"
-            raise UsageError(f"{what} cannot be had of a diffusion model; leave it out")
+            what = "logits_processors" if request.logits_processors else "reasoning_budget"
+            raise UsageError(what, "is given, which a diffusion model cannot have", "leave it out")
         if request.thinking is not None and params.num_beams > 1:
-            raise UsageError("a budget of reasoning and tool calls need samples: leave beams out")
+            raise UsageError(
+                "num_beams",
+                f"is {params.num_beams}, and a budget of reasoning and tool calls need samples",
+                "leave it out",
+            )
         if request.images is not None and params.on_overflow != "refuse":
-            found = f"on_overflow is {params.on_overflow}"
-            raise UsageError(f"{found}, but no part of an image can be left out; set it to refuse")
+            raise UsageError(
+                "on_overflow", f"is {params.on_overflow}, but no part of an image can be left out", "set it to refuse"
+            )
         if request.images is not None and request.images.whole and params.prompt_logprobs is not None:
-            raise UsageError("prompt_logprobs are asked for of a prompt whose images are fed whole; leave them out")
+            raise UsageError(
+                "prompt_logprobs", "are asked for of a prompt whose images are fed whole", "leave them out"
+            )
         if params.speculate and self._speculate is None:
-            raise UsageError("speculate is True, but the engine has no drafts; load with draft='lookup'")
+            raise UsageError("speculate", "is True, but the engine has no drafts", "load with draft='lookup'")
 
     def _stops(self, request: Request) -> StopCriterion | None:
         """The request's stopping criteria as searches see them: of the new tokens."""
@@ -190,13 +197,15 @@ class InputProcessor:
         else:
             ids = token_ids(prompt)
         if not ids:
-            raise RequestError("the prompt is empty: it has no tokens; give at least one character")
-        check_tokens("the prompt holds", ids, self._vocab_size)
+            raise RequestError(
+                "the prompt is empty: it has no tokens", "give at least one character", parameter="prompt"
+            )
+        check_tokens("prompt", ids, self._vocab_size)
         for name in ("stop_token_ids", "banned_tokens", "allowed_tokens"):
-            check_tokens(f"{name} holds", getattr(request.params, name) or (), self._vocab_size)
+            check_tokens(name, getattr(request.params, name) or (), self._vocab_size)
         for word in request.params.bad_words:
-            check_tokens("bad_words holds", () if isinstance(word, str) else word, self._vocab_size)
-        check_tokens("logit_bias holds", [token for token, _ in request.params.logit_bias], self._vocab_size)
+            check_tokens("bad_words", () if isinstance(word, str) else word, self._vocab_size)
+        check_tokens("logit_bias", [token for token, _ in request.params.logit_bias], self._vocab_size)
         return ids
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
@@ -224,14 +233,17 @@ def text_tokens(
     if on_overflow not in ("truncate_left", "sink"):
         if len(text) > most:
             raise ContextError(
-                f"the prompt has {len(text)} characters, a context of {max_context} tokens holds at most {most}; "
-                f"{advice}"
+                f"the prompt has {len(text)} characters, a context of {max_context} tokens holds at most {most}",
+                advice,
+                parameter="prompt",
             )
         ids, read = tokenizer.encode_within(text, max_context, encode)
         if read < len(text):
             raise ContextError(
                 f"the prompt has {len(text)} characters, of which the first {read} are some {len(ids)} tokens already, "
-                f"which leaves no room in a context of {max_context}; {advice}"
+                f"which leaves no room in a context of {max_context}",
+                advice,
+                parameter="prompt",
             )
         return ids
     ids, read = tokenizer.encode_within(text[-most:], max_context, encode, from_end=True)
@@ -259,33 +271,38 @@ def fit_prompt(ids: list[int], params: SamplingParams, max_context: int) -> tupl
     rest = max_context - len(ids)
     if rest <= 0:
         raise ContextError(
-            f"the prompt has {len(ids)} tokens, which leaves no room in a context of {max_context}; shorten it, set "
-            "on_overflow to truncate_left or sink, or build with a larger --max-context if the model allows it"
+            f"the prompt has {len(ids)} tokens, which leaves no room in a context of {max_context}",
+            "shorten it, set on_overflow to truncate_left or sink, or build with a larger --max-context if the model "
+            "allows it",
+            parameter="prompt",
         )
     raise ContextError(
         f"the prompt has {len(ids)} tokens and {format_value(params.max_tokens)} new ones are asked for, but the "
-        f"context holds {max_context}; ask for at most {rest}, set on_overflow to truncate_left or sink, or build with "
-        "a larger --max-context if the model allows it"
+        f"context holds {max_context}",
+        f"ask for at most {rest}, set on_overflow to truncate_left or sink, or build "
+        f"with a larger --max-context if the "
+        "model allows it",
+        parameter="prompt",
     )
 
 
 def token_ids(prompt: object) -> list[int]:
     """Token ids as plain integers; UsageError for anything else, such as floats, which numpy would convert silently."""
     if isinstance(prompt, bytes | bytearray):
-        raise UsageError("the prompt is bytes, expected text or token ids; decode it first")
+        raise UsageError("prompt", "is bytes, expected text or token ids", "decode it first")
     listed = isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, memoryview)
     ids: list[Any] = list(prompt) if listed else [None]  # type: ignore[call-overload]
     if {*map(type, ids)} == {int}:  # nearly always
         return ids
     if not all(isinstance(token, (int, np.integer)) and not isinstance(token, bool) for token in ids):
-        raise UsageError(f"the prompt is {format_value(prompt)}, expected text or a list of token ids (integers)")
+        raise UsageError("prompt", f"is {format_value(prompt)}, expected text or a list of token ids (integers)")
     return [int(token) for token in ids]
 
 
-def check_tokens(where: str, tokens: Collection[int], vocab_size: int) -> None:
+def check_tokens(name: str, tokens: Collection[int], vocab_size: int) -> None:
     """Refuse token ids outside the vocabulary with a UsageError."""
     if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
         wrong = next(token for token in tokens if not 0 <= token < vocab_size)
         raise UsageError(
-            f"{where} token id {format_value(wrong)}, which is out of range, expected 0 ... {vocab_size - 1}"
+            name, f"holds token id {format_value(wrong)}, which is out of range, expected 0 ... {vocab_size - 1}"
         )

@@ -95,10 +95,12 @@ def to_lark(grammar: str) -> str:
     rules = _Reader(grammar).rules()
     missing = {"root"}.union(*map(_references, rules.values())) - rules.keys()
     if missing:
-        raise GrammarError(f"grammar: No {min(missing)!r} rule; define it or correct its name ('root' is the output)")
+        raise GrammarError(
+            "grammar", f"has no rule {min(missing)!r}", "define it, or correct its name ('root' is the output)"
+        )
     used = _reachable(rules)
     if "root" not in _find_names(used, _ends):
-        raise GrammarError("grammar: it allows no text: all that 'root' derives goes on without an end")
+        raise GrammarError("grammar", "allows no text: all that 'root' derives goes on without an end")
     flat = _find_names(used, _names_only)
     _check_repetitions(used, flat)
     return "\n".join(_Text(used, flat).lines) + "\n"
@@ -158,7 +160,8 @@ def _check_repetitions(rules: Mapping[str, Node], flat: Iterable[str]) -> None:
         largest[name] = max(largest.get(name, 1), of(rules[name]))
         if largest[name] > MOST_REPETITIONS:
             raise GrammarError(
-                f"grammar: rule {name!r} repeats something {largest[name]} times, expected at most {MOST_REPETITIONS}"
+                "grammar",
+                f"repeats something in the rule {name!r} {largest[name]} times, expected at most {MOST_REPETITIONS}",
             )
 
 
@@ -352,4 +355,4 @@ class _Reader:
         before = self._text[: self._at]
         line, column = before.count("\n") + 1, self._at - before.rfind("\n")
         found = repr(self._text[self._at : self._at + 10]) if self._at < len(self._text) else "the end"
-        return GrammarError(f"grammar: line {line}, column {column}: found {found}, expected {expected}")
+        return GrammarError("grammar", f"has {found} at line {line}, column {column}, expected {expected}")

@@ -83,7 +83,7 @@ def read_source(params: SamplingParams) -> tuple[str, str, bool] | None:
         return None
     text = _READ[kind](getattr(params, kind), kind)
     if len(text) > _LONGEST[kind]:
-        raise GrammarError(f"{kind} has {len(text)} characters, expected at most {_LONGEST[kind]}")
+        raise GrammarError(kind, f"has {len(text)} characters, expected at most {_LONGEST[kind]}")
     return kind, text, params.compact_json
 
 
@@ -104,7 +104,7 @@ def _library_grammar(kind: str, text: str, compact: bool) -> tuple[str, bool]:
         laborious |= check_schema(schema)
         return str(matcher.grammar_from_json_schema(enforceable(schema), overrides=options(compact))), laborious
     except (ValueError, RecursionError) as error:
-        raise GrammarError(f"{kind} cannot be read: {shorten_reason(str(error))}") from error
+        raise GrammarError(kind, f"cannot be read: {shorten_reason(str(error))}") from error
 
 
 def compile_bytes(kind: str, text: str) -> CompiledGrammar:
@@ -122,7 +122,7 @@ def _check_lark(grammar: str, compact: bool) -> tuple[str, bool]:
     counts = [int(digits[:20]) for match in _COUNT.finditer(grammar) for digits in match.groups("0")]
     found = max(repetitions(grammar), *counts, 0)
     if found > MOST_REPETITIONS:
-        raise GrammarError(f"grammar repeats something {found} times, expected at most {MOST_REPETITIONS}")
+        raise GrammarError("grammar", f"repeats something {found} times, expected at most {MOST_REPETITIONS}")
     parts, at, laborious = [], 0, False
     for piece in _PIECE.finditer(grammar):
         if not piece[0].startswith("%json") or piece.start() < at:
@@ -130,7 +130,7 @@ def _check_lark(grammar: str, compact: bool) -> tuple[str, bool]:
         try:
             schema, end = json.JSONDecoder().raw_decode(grammar, piece.end())
         except ValueError as error:
-            raise GrammarError(f"grammar: what follows %json is no JSON: {error}") from error
+            raise GrammarError("grammar", f"has something behind %json that is no JSON: {error}") from error
         laborious |= check_schema(schema)
         if isinstance(schema, dict):
             schema = {**enforceable(schema), "x-guidance": options(compact)}
@@ -143,7 +143,7 @@ def _plain_text(value: str, name: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UsageError(f"{name} is not valid Unicode: character {error.start} is a lone surrogate") from error
+        raise UsageError(name, f"is not valid Unicode: character {error.start} is a lone surrogate") from error
     return value
 
 

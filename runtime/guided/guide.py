@@ -78,14 +78,14 @@ class CompiledGrammar:
         # A warning means that something is not enforced.
         complaints = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
         if complaints:
-            raise GrammarError(f"{self.kind} cannot be enforced: {shorten_reason(complaints[0])}")
+            raise GrammarError(self.kind, f"cannot be enforced: {shorten_reason(complaints[0])}")
         return matcher
 
     def failure(self, matcher: "LLMatcher") -> GrammarError:
         reason = shorten_reason(matcher.get_error())
         if reason in ("", "NoExtension", "NoExtensionBias"):
             reason = "it allows no text"
-        return GrammarError(f"{self.kind} cannot be followed: {reason}")
+        return GrammarError(self.kind, f"cannot be followed: {reason}")
 
 
 def _on_deep_stack(function: Callable[[], _Result], seconds: float | None = None) -> tuple[_Result, float]:
@@ -165,7 +165,7 @@ class GrammarGuide:
         vocabulary = self._compiled.vocabulary
         if not 0 <= token < vocabulary.size or self._ended or not self.compute_allowed()[token // 8] >> token % 8 & 1:
             where = "after its end" if self._ended else f"after {len(self._accepted)} tokens"
-            raise GrammarError(f"token {token} is not allowed {where} by {self._compiled.kind}; choose under the mask")
+            raise GrammarError(self._compiled.kind, f"does not allow token {token} {where}", "choose under the mask")
         if token in vocabulary.eos_token_ids:
             self._ended = True
         else:
@@ -182,8 +182,9 @@ class GrammarGuide:
             allowed |= vocabulary.eos
         if not allowed.any():
             raise GrammarError(
-                f"{self._compiled.kind} allows no token of the vocabulary after {len(self._accepted)} tokens; no text "
-                "fits, or none that the tokenizer can write"
+                self._compiled.kind,
+                f"allows no token of the vocabulary after {len(self._accepted)} tokens: no text fits, or none "
+                "that the tokenizer can write",
             )
         return allowed
 

@@ -92,9 +92,9 @@ def schema_text(value: Mapping[str, Any] | str, name: str) -> str:
         parsed = json.loads(value) if isinstance(value, str) else dict(value)
         text = json.dumps(parsed, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"{name} is no JSON: {error}") from error
+        raise UsageError(name, f"is no JSON: {error}") from error
     if not isinstance(parsed, dict):
-        raise UsageError(f"{name} is JSON of type {type(parsed).__name__}, expected an object")
+        raise UsageError(name, f"is JSON of type {type(parsed).__name__}, expected an object")
     return text
 
 
@@ -221,7 +221,7 @@ def _spell_format(path: str, node: dict[str, Any]) -> None:
     if not isinstance(name, str) or name not in _FORMAT_PATTERNS:
         return
     if not isinstance(node.get("allOf", []), list) or not isinstance(node.get("maxLength", 0), int):
-        raise GrammarError(f"json_schema: {path} has an allOf or a maxLength of the wrong type")
+        raise GrammarError("json_schema", f"has at {path} an allOf or a maxLength of the wrong type")
     del node["format"]
     pattern = f"^(?:{_FORMAT_PATTERNS[name]})$"
     if "pattern" in node:
@@ -255,12 +255,12 @@ def _nodes(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         path, node = waiting.pop()
         visited += 1
         if visited > _MOST_SUBSCHEMAS:
-            raise GrammarError(f"json_schema has more than {_MOST_SUBSCHEMAS} subschemas, expected fewer")
+            raise GrammarError("json_schema", f"has more than {_MOST_SUBSCHEMAS} subschemas, expected fewer")
         if isinstance(node, bool):
             continue
         if not isinstance(node, dict):
             raise GrammarError(
-                f"json_schema: {path} is of type {type(node).__name__}, expected an object, true or false"
+                "json_schema", f"has at {path} a value of type {type(node).__name__}, expected an object, true or false"
             )
         yield path, node
         waiting.extend(_subschemas(path, node))
@@ -272,26 +272,30 @@ def _check_keywords(path: str, node: dict[str, Any]) -> None:
         if name == "propertyNames" and _listed_names(node) is not None:
             continue
         if name not in _KEYWORDS and (not name.startswith("x-") or name == "x-guidance"):
-            raise GrammarError(f"json_schema: keyword {name!r} at {path} cannot be enforced; correct or remove it")
+            raise GrammarError(
+                "json_schema", f"has the keyword {name!r} at {path}, which cannot be enforced", "correct or remove it"
+            )
     # The library counts a property again that is written twice, and prevents that only for those it knows by name.
     closed = node.get("additionalProperties") is False and not node.get("patternProperties")
     if node.get("minProperties", 0) and not closed:
         raise GrammarError(
-            f"json_schema: keyword 'minProperties' at {path} cannot be enforced; "
-            "list the properties and set additionalProperties to false"
+            "json_schema",
+            f"has the keyword 'minProperties' at {path}, which cannot be enforced",
+            "list the properties and set additionalProperties to false",
         )
     # Draft 7 ignores what stands beside a $ref, so that the drafts differ about where it leads.
     if {"$id", "$ref"} <= node.keys() and not (path == "#" and str(node["$ref"]).startswith("#")):
-        raise GrammarError(f"json_schema: keyword '$ref' at {path} stands beside '$id'; leave out one of them")
+        raise GrammarError("json_schema", f"has the keyword '$ref' at {path} beside '$id'", "leave out one of them")
     for name in ("const", "enum"):
         if _holds_unnamed_control(node.get(name)):
             raise GrammarError(
-                f"json_schema: keyword {name!r} at {path} holds a control character that JSON writes as \\u00XX only"
+                "json_schema",
+                f"has the keyword {name!r} at {path} with a control character that JSON writes as \\u00XX only",
             )
     for pattern in _patterns(node):
-        check_regex(pattern, f"json_schema: a pattern at {path}")
+        check_regex(pattern, "json_schema", f"has a pattern at {path} that ")
     for name in _NUMBERS:
-        _check_numbers(node.get(name), f"keyword {name!r} at {path}")
+        _check_numbers(node.get(name), f"for the keyword {name!r} at {path}")
 
 
 def _check_numbers(value: Any, where: str) -> None:
@@ -300,7 +304,7 @@ def _check_numbers(value: Any, where: str) -> None:
         for part in value.values() if isinstance(value, dict) else value:
             _check_numbers(part, where)
     elif isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
-        raise GrammarError(f"json_schema: {where} is an integer beyond +-2**53, expected one nearer to zero")
+        raise GrammarError("json_schema", f"has {where} an integer beyond +-2**53, expected one nearer to zero")
 
 
 def _check_bounds(nodes: Iterable[tuple[str, dict[str, Any]]]) -> None:
@@ -310,7 +314,9 @@ def _check_bounds(nodes: Iterable[tuple[str, dict[str, Any]]]) -> None:
         for name in _BOUNDS:
             value = node.get(name, math.inf)
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise GrammarError(f"json_schema: keyword {name!r} at {path} is {value!r:.60}, expected a number")
+                raise GrammarError(
+                    "json_schema", f"has the keyword {name!r} at {path} as {value!r:.60}, expected a number"
+                )
             found[name] |= {value: path} if math.isfinite(value) else {}
     above, below = found["maximum"] | found["exclusiveMaximum"], found["minimum"] | found["exclusiveMinimum"]
     for name, others, nearest in (("exclusiveMinimum", above, math.floor), ("exclusiveMaximum", below, math.ceil)):
@@ -318,8 +324,10 @@ def _check_bounds(nodes: Iterable[tuple[str, dict[str, Any]]]) -> None:
             bound = nearest(other)
             if bound != other and bound in found[name]:
                 raise GrammarError(
-                    f"json_schema: keyword {name!r} at {found[name][bound]} cannot be enforced beside the "
-                    f"bound {other:g}, before the next integer; use a bound with a fraction"
+                    "json_schema",
+                    f"has the keyword {name!r} at {found[name][bound]}, which cannot be enforced beside the "
+                    f"bound {other:g}, before the next integer",
+                    "use a bound with a fraction",
                 )
 
 
@@ -335,10 +343,12 @@ def _check_multiples(nodes: Iterable[tuple[str, dict[str, Any]]]) -> int:
     states = int(common * _scale(common))
     # The second is what the library multiplies on its way, in 32 bits.
     if states > LARGEST_MULTIPLE or math.lcm(*scaled) * max(scaled) >= 2**32:
-        what = "is" if len(divisors) == 1 else "and those that it may meet have a least common multiple of"
+        what = "is" if len(divisors) == 1 else "has with those that it may meet a least common multiple of"
         raise GrammarError(
-            f"json_schema: keyword 'multipleOf' at {given[-1][0]} {what} {float(common):.15g}, whose digits without "
-            f"the point are above {LARGEST_MULTIPLE}; use divisors of fewer digits"
+            "json_schema",
+            f"has the keyword 'multipleOf' at {given[-1][0]}, which {what} {float(common):.15g}, whose digits without "
+            f"the point are above {LARGEST_MULTIPLE}",
+            "use divisors of fewer digits",
         )
     return states
 

@@ -35,14 +35,14 @@ _SETS = {
 }
 
 
-def check_regex(regex: str, name: str) -> None:
-    """Refuse a regular expression that is too long, or repeats too much.
-    Raises GrammarError: beginning with ``name``."""
+def check_regex(regex: str, parameter: str, where: str = "") -> None:
+    """Refuse a regular expression, at some place of a parameter, that is too long or repeats too much.
+    Raises GrammarError: with ``where`` before the problem."""
     if len(regex) > LONGEST_REGEX:
-        raise GrammarError(f"{name} has {len(regex)} characters, expected at most {LONGEST_REGEX}")
+        raise GrammarError(parameter, f"{where}has {len(regex)} characters, expected at most {LONGEST_REGEX}")
     found = repetitions(regex)
     if found > MOST_REPETITIONS:
-        raise GrammarError(f"{name} repeats something {found} times, expected at most {MOST_REPETITIONS}")
+        raise GrammarError(parameter, f"{where}repeats something {found} times, expected at most {MOST_REPETITIONS}")
 
 
 def repetitions(regex: str) -> int:
@@ -94,7 +94,9 @@ def check_patterns(patterns: Collection[str], where: str) -> None:
     Raises GrammarError: naming the place."""
     error = _match_bytes({"type": "object", "patternProperties": dict.fromkeys(patterns, True)}).get_error()
     if error:
-        raise GrammarError(f"json_schema: keyword 'patternProperties' at {where} cannot be enforced: {error:.300}")
+        raise GrammarError(
+            "json_schema", f"has the keyword 'patternProperties' at {where}, which cannot be enforced: {error:.300}"
+        )
 
 
 def list_matches(pattern: str, names: Collection[str]) -> list[str] | None:
@@ -234,7 +236,7 @@ class _Reader:
         return self._character()
 
     def _error(self, reason: str) -> GrammarError:
-        return GrammarError(f"json_schema: the pattern at {self._where} cannot be enforced: it {reason}")
+        return GrammarError("json_schema", f"has a pattern at {self._where} that cannot be enforced: it {reason}")
 
 
 def _escape(character: str) -> str:

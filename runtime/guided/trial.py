@@ -82,14 +82,16 @@ def try_out(kind: str, grammar: str, clock: Clock, stack_bytes: int, lexer_state
         raise clock.over(kind) from error
     except OSError as error:
         raise GrammarError(
-            f"{kind} is large, and no process can be started to try it: {error}; make it smaller"
+            kind, f"is large, and no process can be started to try it: {error}", "make it smaller"
         ) from error
     finally:
         _MOST_AT_ONCE.release()
     if status == -signal.SIGPROF:
-        raise GrammarError(f"{kind} takes longer than {COMPILE_SECONDS:g} s to compile; make it smaller")
+        raise GrammarError(kind, f"takes longer than {COMPILE_SECONDS:g} s to compile", "make it smaller")
     if status:
         raise GrammarError(
-            f"{kind} takes more than {_MEMORY_BYTES // 1024**3} GiB to compile, or ends the process that tries to "
-            f"(exit code {status}); make it smaller"
+            kind,
+            f"takes more than {_MEMORY_BYTES // 1024**3} GiB to compile, or ends the process that tries to "
+            f"(exit code {status})",
+            "make it smaller",
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from llmc.errors import GrammarError, require
+from llmc.errors import RequestError, require
 from llmc.runtime.host.machine import return_freed_memory
 from llmc.runtime.text.control_tokens import any_of
 from llmc.runtime.text.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ class Vocabulary:
         exists[ids] = True
         known = tuple(token for token in eos_token_ids if 0 <= token < vocab_size and exists[token])
         if not known:
-            raise GrammarError(
+            raise RequestError(
                 f"none of the model's end-of-sequence tokens {list(eos_token_ids)} is in its tokenizer; a guided "
                 "output needs one to end with"
             )

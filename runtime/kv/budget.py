@@ -149,8 +149,10 @@ class MemoryEstimate:
             return
         parts = ", ".join(f"{size // MB} {name}" for name, size in self.parts.items() if size >= MB)
         raise ResourceError(
-            f"{what}: to {self.stage} it needs {_round_to_mb(self.total)} MB ({parts}), {available // MB} MB are "
-            f"available, {_round_to_mb(verdict.missing)} MB are missing; {what_fits(self, verdict)}"
+            f"to {self.stage} it needs {_round_to_mb(self.total)} MB ({parts}), {available // MB} MB "
+            f"are available, {_round_to_mb(verdict.missing)} MB are missing",
+            what_fits(self, verdict),
+            path=what,
         )
 
 

@@ -205,8 +205,10 @@ class KVCache(ABC):
         ends = [past + count for past in past_lengths]
         if first_row + len(ends) > self.rows or max(ends) > self._capacity:
             raise UsageError(
-                f"rows {first_row} ... {first_row + len(ends) - 1} up to position {max(ends)} are asked for, "
-                f"the cache has {self.rows} rows of {self._capacity}; reserve room first"
+                "first_row",
+                f"is {first_row} for {len(ends)} rows up to position {max(ends)}, the cache has {self.rows} rows "
+                f"of {self._capacity}",
+                "reserve room first",
             )
         for row, past in enumerate(past_lengths, first_row):
             if self._lets_go:
@@ -232,8 +234,9 @@ class KVCache(ABC):
         if not self.can_resume(row, position):
             what = "what windows see" if self.can_rewind else "a state"
             raise UsageError(
-                f"row {row} of the cache holds {what} after {self._written[row]} tokens, which cannot be had after "
-                f"{position}; feed the row from its first token"
+                "position",
+                f"is {position} of row {row}, which holds {what} after {self._written[row]} tokens",
+                "feed the row from its first token",
             )
 
     # ------------------------------------------------------------------------------------------------- windows
@@ -334,7 +337,9 @@ class KVCache(ABC):
         if self.can_rewind:
             self._check_resumable(row, end)
         if start < self.whole_from(row):
-            raise UsageError(f"row {row} of the cache let go of position {start}; read from {self.whole_from(row)} on")
+            raise UsageError(
+                "start", f"is {start}, and row {row} of the cache let go of it", f"read from {self.whole_from(row)} on"
+            )
         values = np.empty(*self.form(end - start))
         with self._guard("reading the cache"):
             self._read(row, start, end, values)
@@ -351,8 +356,9 @@ class KVCache(ABC):
         shape, dtype = self.form(end - start)
         if values.shape != shape or values.dtype != dtype:
             raise UsageError(
-                f"cache contents of {values.dtype} {list(values.shape)} are given, expected {dtype} {list(shape)} for "
-                f"{end - start} positions: they come from another bundle"
+                "values",
+                f"is {values.dtype} {list(values.shape)}, expected {dtype} {list(shape)} for {end - start} positions: "
+                "it comes from another bundle",
             )
         self._prepare(row, start)
         with self._guard("writing the cache"):
@@ -381,6 +387,7 @@ class KVCache(ABC):
     def _check_range(self, row: int, start: int, end: int) -> None:
         if not (0 <= row < self.rows and 0 <= start <= end <= self._capacity):
             raise UsageError(
-                f"positions {start} ... {end} of row {row} are asked for, the cache has {self.rows} rows of "
-                f"{self._capacity}; reserve room first"
+                "end",
+                f"is {end} from {start} in row {row}, the cache has {self.rows} rows of {self._capacity}",
+                "reserve room first",
             )

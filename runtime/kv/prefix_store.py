@@ -244,9 +244,11 @@ def _possible_path(path: Path) -> Path:
     try:
         encoded = os.fsencode(path)
     except (TypeError, UnicodeEncodeError) as error:
-        raise UsageError(f"{path!r:.60} is no path; give the name as text") from error
+        raise UsageError("prefix_cache_folder", f"is {path!r:.60}, expected a path") from error
     if b"\0" in encoded:
-        raise UsageError(f"{str(path)!r} is no path: it holds a NUL character; leave it out")
+        raise UsageError(
+            "prefix_cache_folder", f"is {str(path)!r}, which holds a NUL character", "leave the character out"
+        )
     return Path(path)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from llmc.errors import UsageError, format_value
+from llmc.errors import UsageError, format_name, format_value
 from llmc.inventory import MOST_MASKS
 from llmc.runtime.sampling.neighbours import neighbour
 from llmc.runtime.sampling.ranges import (
@@ -330,7 +330,7 @@ def _refuse_unknown(overrides: dict[str, Any], known: list[str]) -> None:
     for name in overrides.keys() - set(known):
         close = neighbour(name, known)
         hint = f"did you mean {close}?" if close else f"expected one of {', '.join(known)}"
-        raise UsageError(f"unknown sampling parameter {format_value(name)}; {hint}")
+        raise UsageError(format_name(name), "is no sampling parameter", hint)
 
 
 # ------------------------------------------------------------------------------------------------------ combinations
@@ -381,17 +381,21 @@ def check_combination(params: SamplingParams) -> None:
     for mode, is_on, excluded in _MODES:
         clash = next((name for name in excluded if _is_set(params, name)), None) if is_on(params) else None
         if clash:
-            raise UsageError(f"{mode} cannot be combined with {_show_parameter(params, clash)}; leave one of them out")
+            raise UsageError(
+                clash, f"is {_show(params, clash)}, which {mode} cannot be combined with", "leave one of them out"
+            )
     guides = [name for name in GUIDES if _is_set(params, name)]
     if len(guides) > 1:
-        raise UsageError(f"{' and '.join(guides)} are given, expected at most one of {', '.join(GUIDES)}")
+        raise UsageError(
+            guides[0], f"is given beside {' and '.join(guides[1:])}, expected at most one of {', '.join(GUIDES)}"
+        )
     for name, needed, holds in _NEEDS:
         if _is_set(params, name) and not holds(params):
-            raise UsageError(f"{_show_parameter(params, name)} needs {needed}")
+            raise UsageError(name, f"is {_show(params, name)}, which needs {needed}")
     if params.num_beams > 1 and params.temperature not in (0, 1):
-        raise UsageError(f"beam search draws nothing, so temperature={params.temperature} cannot be used; leave it out")
+        raise UsageError("temperature", f"is {params.temperature}, and beam search draws nothing", "leave it out")
     if params.num_beams > 1 and params.speculate:
-        raise UsageError("beam search cannot be combined with speculate=True; leave one of them out")
+        raise UsageError("speculate", "is True, which beam search cannot be combined with", "leave one of them out")
 
 
 def check_diffusion(params: SamplingParams, diffuses: bool) -> None:
@@ -403,12 +407,12 @@ def check_diffusion(params: SamplingParams, diffuses: bool) -> None:
     if wrong or (diffuses and params.on_overflow == "sink"):
         model = "a diffusion model" if diffuses else "a model that fills no masks"
         name = wrong[0] if wrong else "on_overflow"
-        raise UsageError(f"{_show_parameter(params, name)} cannot be had of {model}; leave it out")
+        raise UsageError(name, f"is {_show(params, name)}, which {model} cannot have", "leave it out")
 
 
 def _is_set(params: SamplingParams, name: str) -> bool:
     return bool(getattr(params, name) != _DEFAULTS[name])
 
 
-def _show_parameter(params: SamplingParams, name: str) -> str:
-    return f"{name}={format_value(getattr(params, name))}"
+def _show(params: SamplingParams, name: str) -> str:
+    return format_value(getattr(params, name))

@@ -19,7 +19,7 @@ from llmc.runtime.sampling.draws import uniform
 from llmc.runtime.sampling.dry import Breakers, Dry
 from llmc.runtime.sampling.logits import Logits
 from llmc.runtime.sampling.mirostat import Mirostat
-from llmc.runtime.sampling.params import SamplingParams
+from llmc.runtime.sampling.params import GUIDES, SamplingParams
 from llmc.runtime.sampling.penalties import BadWords, NoRepeatNGram, OutputPenalty, RepetitionPenalty
 from llmc.runtime.sampling.truncation import Candidates
 
@@ -207,6 +207,7 @@ def _guide(context: SamplingContext) -> Processor | None:
     guide = context.guide
     if guide is None:
         return None
+    kind = next((name for name in GUIDES if getattr(context.params, name) is not None), "reasoning_budget")
 
     def mask(tokens: Sequence[int], logits: Logits) -> Logits:
         if not _is_usable(logits):
@@ -214,8 +215,9 @@ def _guide(context: SamplingContext) -> Processor | None:
         masked = guide.mask(logits)
         if masked.max() == -np.inf:
             raise GrammarError(
-                f"the grammar leaves no token at position {len(tokens)} of those that the request's other settings "
-                "allow; loosen the grammar, min_tokens, allowed_tokens, banned_tokens or bad_words"
+                kind,
+                f"leaves no token at position {len(tokens)} of those that the request's other settings allow",
+                "loosen it, min_tokens, allowed_tokens, banned_tokens or bad_words",
             )
         return masked
 

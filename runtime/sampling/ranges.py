@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from llmc.errors import UsageError, format_value
@@ -23,10 +24,11 @@ class Range:
     note: str = ""
     choices: tuple[str | bool, ...] = ()
 
-    def check(self, name: str, value: object) -> None:
-        """Refuse a ``value`` of the parameter ``name`` that is not in the range, with a UsageError."""
+    def check(self, name: str, value: object, path: Path | None = None) -> None:
+        """Refuse a ``value`` of the parameter ``name``, a key of the file ``path`` if there is one, that is not in the
+        range, with a UsageError."""
         if not self.holds(value):
-            raise UsageError(f"{name} is {format_value(value)}, expected {self.expected}")
+            raise UsageError(name, f"is {format_value(value)}, expected {self.expected}", path=path)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import SplitResult, urlsplit
 
-from llmc.errors import UsageError, format_value
+from llmc.errors import UsageError, format_name, format_value
 from llmc.runtime.api import DRAFT_WORDS
 from llmc.strict import parse_toml, read_bytes
 
@@ -323,16 +323,16 @@ def _read(path: Path) -> dict[str, Any]:
         content = parse_toml(read_bytes(path, MOST_CONFIG))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"{path} cannot be read as settings: {reason}") from error
+        raise UsageError("config", f"is {path}, which cannot be read as settings: {reason}") from error
     known = {setting.name: setting for setting in settings()}
     given = {}
     for name, value in content.items():
         if name not in known:
-            raise UsageError(f"{path}: there is no setting {name!r:.60}; {_advice(name, known)}")
+            raise UsageError(format_name(name), "is no setting", _advice(name, known), path=path)
         try:
             given[name] = _beside(path, known[name], _check(known[name], value))
         except UsageError as error:
-            raise UsageError(f"{path}: {error}") from error
+            raise UsageError(error.parameter, error.problem, error.advice, path=path) from error
     return given
 
 
@@ -363,11 +363,15 @@ def _check(setting: Setting, value: Any) -> Any:
     if setting.kind == "models" and isinstance(value, Mapping):
         for name in value:
             if type(name) is not str or not MODEL_NAME.fullmatch(name):
-                said = f"models has the name {format_value(name)}, expected letters, digits and . _ : / + @ -"
-                raise UsageError(f"{said}, a letter or digit first; give it another name")
+                said = "expected letters, digits and . _ : / + @ -"
+                raise UsageError(
+                    "models",
+                    f"has the name {format_value(name)}, {said}, a letter or digit first",
+                    "give it another name",
+                )
     wrong = taken is None or (setting.choices and value not in setting.choices)
     if wrong or (low is not None and taken < low) or (high is not None and not taken <= high):
-        raise UsageError(f"{setting.name} is {format_value(value)}, expected {describe_values(setting)}")
+        raise UsageError(setting.name, f"is {format_value(value)}, expected {describe_values(setting)}")
     return taken
 
 
@@ -437,24 +441,30 @@ def is_local(host: str) -> bool:
 def _check_together(config: ServerConfig) -> None:
     unknown = [name for name in config.warm if name not in config.models]
     if unknown and config.models:
-        raise UsageError(f"warm holds {format_value(unknown[0])}, expected names of models: {', '.join(config.models)}")
+        raise UsageError(
+            "warm", f"holds {format_value(unknown[0])}, expected names of models: {', '.join(config.models)}"
+        )
     _check_formats(config)
     if (config.tls_cert is None) != (config.tls_key is None):
         given, other = ("tls_key", "tls_cert") if config.tls_cert is None else ("tls_cert", "tls_key")
-        raise UsageError(f"{given} is given without {other}: expected both for HTTPS, or neither")
+        raise UsageError(given, f"is given without {other}, expected both for HTTPS, or neither")
     if config.unix_socket is not None and config.tls_cert is not None:
-        raise UsageError("tls_cert and unix_socket are given; expected one of them: no network carries a Unix socket")
+        raise UsageError(
+            "unix_socket", "is given beside tls_cert, and no network carries a Unix socket", "give one of them"
+        )
     open_to_others = config.unix_socket is None and not is_local(config.host)
     if open_to_others and config.keys_file is None and not config.allow_no_keys:
         raise UsageError(
-            f"host is {format_value(config.host)}, which other machines reach, and no key would be asked for; "
-            "give keys_file or, if everybody may use the service, allow_no_keys"
+            "host",
+            f"is {format_value(config.host)}, which other machines reach, and no key would be asked for",
+            "give keys_file or, if everybody may use the service, allow_no_keys",
         )
     for origin in config.cors_origins:
         if not _ORIGIN.fullmatch(origin):
             raise UsageError(
-                f"cors_origins holds {format_value(origin)}, expected origins as browsers write them, such as "
-                "https://example.com: lower case, no path, no '*'"
+                "cors_origins",
+                f"holds {format_value(origin)}, expected origins as browsers write them, such as "
+                "https://example.com: lower case, no path, no '*'",
             )
     _check_upstream(config)
 
@@ -469,27 +479,31 @@ def _check_formats(config: ServerConfig) -> None:
         if form not in FORMATS or (sign and config.models and name not in config.models):
             models, forms = ", ".join(config.models), ", ".join(FORMATS)
             raise UsageError(
-                f"tool_format holds {format_value(given)}, expected a format or NAME=FORMAT; "
-                f"{f'models are {models}' if form in FORMATS else f'formats are {forms}'}"
+                "tool_format",
+                f"holds {format_value(given)}, expected a format or NAME=FORMAT",
+                f"models are {models}" if form in FORMATS else f"formats are {forms}",
             )
 
 
 def _check_upstream(config: ServerConfig) -> None:
     if config.upstream is None:
         if given := [n for n in ("upstream_key_file", "upstream_models", "upstream_plain_http") if getattr(config, n)]:
-            raise UsageError(f"{given[0]} is given without upstream: expected both, or neither")
+            raise UsageError(given[0], "is given without upstream, expected both or neither")
         return
     if config.ray:
-        raise UsageError("upstream and ray are given; expected one of them: a fleet sends nothing elsewhere")
+        raise UsageError("upstream", "is given beside ray, and a fleet sends nothing elsewhere", "give one of them")
     url = read_upstream_url(config.upstream)
     if url.scheme == "http" and not is_local(url.hostname or "") and not config.upstream_plain_http:
         raise UsageError(
-            "upstream is of http on another machine, where others read what is sent; expected https, or "
-            "upstream_plain_http if the network is yours"
+            "upstream",
+            "is of http on another machine, where others read what is sent",
+            "expected https, or upstream_plain_http if the network is yours",
         )
     for pair in config.upstream_models:
         if not all(map(MODEL_NAME.fullmatch, pair.partition("=")[::2])):
-            raise UsageError(f"upstream_models holds {format_value(pair)}, expected NAME=ITS_NAME, as small=gpt-5-mini")
+            raise UsageError(
+                "upstream_models", f"holds {format_value(pair)}, expected NAME=ITS_NAME, as small=gpt-5-mini"
+            )
 
 
 def read_upstream_url(text: str) -> SplitResult:
@@ -502,7 +516,9 @@ def read_upstream_url(text: str) -> SplitResult:
         url = urlsplit("")
     if url.scheme not in ("http", "https") or not url.hostname or "@" in url.netloc or set("?#") & set(text):
         raise UsageError(
-            "upstream is no address of a service, expected one as https://api.example.com/v1, without a name, a "
-            "password (see upstream_key_file) or a query"
+            "upstream",
+            "is no address of a service, expected one as https://api.example.com/v1, without a name, a password or "
+            "a query",
+            "give a password as upstream_key_file",
         )
     return url

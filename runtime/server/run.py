@@ -98,8 +98,9 @@ def _uvicorn_config(config: ServerConfig, app: Sockets) -> uvicorn.Config:
         made.load()
     except OSError as error:  # ssl's errors are of this kind too
         raise UsageError(
-            f"tls_cert {config.tls_cert} and tls_key {config.tls_key} cannot be used ({error}); expected a certificate "
-            "chain and its private key, in PEM"
+            "tls_cert",
+            f"{config.tls_cert} and tls_key {config.tls_key} cannot be used ({error}), expected a certificate chain "
+            "and its private key, in PEM",
         ) from error
     return made
 
@@ -257,8 +258,10 @@ def open_sockets(config: ServerConfig) -> Iterator[list[socket.socket]]:
             made = config.unix_socket
             found = [_unix_socket(made) if made is not None else _tcp_socket(config.host, config.port)]
     except OSError as error:
-        place = made or f"{config.host}:{config.port}"
-        raise UsageError(f"{place} cannot be listened on ({error.strerror or error}); choose another") from error
+        option, place = ("unix_socket", made) if made else ("host", f"{config.host}:{config.port}")
+        raise UsageError(
+            option, f"{place} cannot be listened on ({error.strerror or error})", "choose another"
+        ) from error
     mine = None if made is None else made.stat().st_ino
     try:
         yield found
@@ -295,13 +298,13 @@ def _unix_socket(path: Path) -> socket.socket:
 
 def _refuse_in_use(path: Path) -> None:
     if not stat.S_ISSOCK(path.stat().st_mode):
-        raise UsageError(f"{path} is there and no socket; choose another place for the Unix socket")
+        raise UsageError("unix_socket", f"is {path}, which is there and no socket", "choose another place")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
             return
-    raise UsageError(f"another process listens on {path}; stop it, or choose another place")
+    raise UsageError("unix_socket", f"is {path}, where another process listens", "stop it, or choose another place")
 
 
 def _url(config: ServerConfig) -> Callable[[socket.socket], str]:

@@ -50,10 +50,12 @@ def open_engine(folder: Path, manifest: Manifest, threads: int, device: int = 0)
     """
     name = manifest.target.engine
     if name not in ENGINES:
-        raise BundleError(f"{folder}: built for the engine {name!r}, this llmc has {', '.join(ENGINES)}; upgrade llmc")
+        raise BundleError(
+            f"built for the engine {name!r}, this llmc has {', '.join(ENGINES)}", "upgrade llmc", path=folder
+        )
     module, _, attribute = ENGINES[name].partition(":")
     if device and manifest.device is None:
-        raise UsageError(f"device is {device}, but {folder} runs on the CPU; leave it out")
+        raise UsageError("device", f"is {device}, but {folder} runs on the CPU", "leave it out")
     chosen = {"device": device} if device else {}
     session: Session = getattr(importlib.import_module(module), attribute)(folder, manifest, threads, **chosen)
     return session

@@ -86,7 +86,11 @@ class Adapters:
                     "at export"
                 )
             if name in self._loaded:
-                raise UsageError(f"an adapter {name!r} is loaded already; unload it first, or choose another name")
+                raise UsageError(
+                    "name",
+                    f"is {name!r}, and an adapter of this name is loaded",
+                    "unload it first, or choose another name",
+                )
             if len(self._alive) >= self._limits.adapters:
                 raise ResourceError(
                     f"{len(self._alive)} adapters are loaded or still used by requests, and the bundle was built for "
@@ -114,7 +118,7 @@ class Adapters:
                 "larger --rank"
             )
         if unknown := [module for module in manifest.modules if module not in self._geometry.linear]:
-            raise BundleError(f"{folder}: the bundle has no linear {unknown[0]!r:.80}; add the adapter again")
+            raise BundleError(f"the bundle has no linear {unknown[0]!r:.80}", "add the adapter again", path=folder)
         content = hashlib.sha256(repr((manifest.rank, manifest.modules, manifest.sha256)).encode()).hexdigest()
         return Adapter(AdapterInfo(name, content, manifest.rank), self._read_factors(folder, manifest))
 

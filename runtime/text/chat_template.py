@@ -128,12 +128,14 @@ class ChatTemplate:
         """
         compiled, name = self._marked if disguise else self._plain, self._name(tools is not None)
         if not isinstance(messages, list | tuple) or not messages:
-            raise UsageError(f"messages is {format_value(messages)}, expected a list of mappings with role and content")
+            raise UsageError(
+                "messages", f"is {format_value(messages)}, expected a list of mappings with role and content"
+            )
         checked = with_calls_as_mappings(messages)
         mark = secrets.token_hex(16) if continue_final_message else None
         if mark is not None:
             if add_generation_prompt:
-                raise UsageError("continue_final_message is True and add_generation_prompt too; set one of them")
+                raise UsageError("continue_final_message", "is True and add_generation_prompt too", "set one of them")
             checked[-1] = _mark_end(checked[-1], f"{mark} ")
         if self._reads_parts_alone:
             checked = [_with_parts(message) for message in checked]
@@ -195,7 +197,9 @@ def _read_templates(folder: Path) -> dict[str, str]:
     try:
         templates = {"default": found} if isinstance(found, str) else {each["name"]: each["template"] for each in found}
     except (TypeError, KeyError) as error:
-        raise BundleError(f"{folder / CONFIG_FILE}: chat_template is neither text nor a list of named texts") from error
+        raise BundleError(
+            "chat_template is neither text nor a list of named texts", path=folder / CONFIG_FILE
+        ) from error
     if "default" not in templates:
         names = ", ".join(templates)
         raise RequestError(f"none of the model's chat templates ({names}) is the default; pass a prompt instead")
@@ -233,7 +237,7 @@ def _mark_end(message: Any, mark: str) -> Any:
     """The last message with a mark at the end of its text, as transformers finds the place."""
     wrong = "expected one of the assistant with text, and without calls, for the answer to go on with"
     if not isinstance(message, Mapping) or message.get("role") != "assistant" or message.get("tool_calls"):
-        raise UsageError(f"continue_final_message is True, but the last message is another one; {wrong}")
+        raise UsageError("continue_final_message", f"is True, but the last message is another one, {wrong}")
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": content + mark}
@@ -242,7 +246,7 @@ def _mark_end(message: Any, mark: str) -> Any:
         if isinstance(parts[at], Mapping) and isinstance(parts[at].get("text"), str):
             parts[at] = {**parts[at], "text": parts[at]["text"] + mark}
             return {**message, "content": parts}
-    raise UsageError(f"continue_final_message is True, but the last message has no text; {wrong}")
+    raise UsageError("continue_final_message", f"is True, but the last message has no text, {wrong}")
 
 
 def _until(rendered: str, mark: str) -> str:
@@ -287,12 +291,12 @@ class _Copies:
     def message(self, message: Any, where: str) -> dict[str, Any]:
         """A message with the keys that templates expect."""
         if not isinstance(message, Mapping):
-            raise UsageError(f"{where} is a {type(message).__name__}, expected a mapping with role and content")
+            raise UsageError(where, f"is a {type(message).__name__}, expected a mapping with role and content")
         if not isinstance(message.get("role"), str):
-            raise UsageError(f"{where} has the role {format_value(message.get('role'))}, expected text such as user")
+            raise UsageError(where, f"has the role {format_value(message.get('role'))}, expected text such as user")
         if not isinstance(message.get("content"), (str, list, tuple)) and not message.get("tool_calls"):
             raise UsageError(
-                f"{where} has the content {format_value(message.get('content'))}, expected text or a list of parts"
+                where, f"has the content {format_value(message.get('content'))}, expected text or a list of parts"
             )
         # Templates expect what is not there to be missing, not None.
         plain = self.plain({key: value for key, value in message.items() if value is not None}, where)
@@ -312,17 +316,17 @@ class _Copies:
             number = int(value) if isinstance(value, int) else float(value)
             return number if self._words is None else number + 1  # another token, if it is a part of one
         if depth == DEEPEST:
-            raise UsageError(f"{where:.200} is nested more than {DEEPEST} deep; nest less")
+            raise UsageError(f"{where:.200}", f"is nested more than {DEEPEST} deep", "nest less")
         if isinstance(value, Mapping):
             return dict(self._pair(key, item, where, depth) for key, item in value.items())
         if isinstance(value, list | tuple):
             items = [self.plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
             return tuple(items) if isinstance(value, tuple) else items
-        raise UsageError(f"{where} is a {type(value).__name__}, expected text, a number, a list or a mapping")
+        raise UsageError(where, f"is a {type(value).__name__}, expected text, a number, a list or a mapping")
 
     def _pair(self, key: Any, item: Any, where: str, depth: int) -> tuple[Any, Any]:
         if isinstance(key, (Mapping, list, tuple)):
-            raise UsageError(f"{where} has the key {format_value(key)}, expected text or a number")
+            raise UsageError(where, f"has the key {format_value(key)}, expected text or a number")
         if key in _COMPARED and isinstance(item, str) and item.isidentifier():
             self._size += len(item)
             kept = self._words is None or item in self._words | _ROLES

@@ -66,7 +66,7 @@ class Prompts:
         if instruction is None:
             return self.default
         if not isinstance(instruction, str):
-            raise UsageError(f"instruction is {format_value(instruction)}, expected a prompt's name or a text")
+            raise UsageError("instruction", f"is {format_value(instruction)}, expected a prompt's name or a text")
         if instruction in self.named or not instruction:
             return self.named.get(instruction, "")
         if not instruction.rstrip().endswith(":"):

@@ -42,16 +42,18 @@ def render_messages(
     tools = tools and [_without_strict(tool) for tool in tools]
     if tools and write is None and "tools" not in known:
         raise UsageError(
-            f"tools is given, {_ADVICE}; leave it out, or tell the model of them in a message and name its tool_format"
+            "tools",
+            f"is given, {_ADVICE}",
+            "leave it out, or tell the model of them in a message and name its tool_format",
         )
     if documents and "documents" not in known:
-        raise UsageError(f"documents is given, {_ADVICE}; write them into a message")
+        raise UsageError("documents", f"is given, {_ADVICE}", "write them into a message")
     if unknown := variables.keys() - known:
         own = sorted(known - {"messages", "tools", "documents", "add_generation_prompt"})
         expected = f"expected some of {', '.join(own)}" if own else "which reads none; leave it out"
         raise UsageError(
-            f"chat_template_kwargs holds {format_value(min(unknown))}, which the model's chat template does not read, "
-            f"{expected}"
+            "chat_template_kwargs",
+            f"holds {format_value(min(unknown))}, which the model's chat template does not read, {expected}",
         )
 
     def render(given: Messages) -> str:
@@ -80,7 +82,7 @@ def render_messages(
                 ignored("messages.name")
                 continue
             format_too = " or name the model's tool_format" if less is _without_calls else ""
-            raise UsageError(f"messages holds {said}, {_ADVICE}; write it into the content{format_too}")
+            raise UsageError("messages", f"holds {said}, {_ADVICE}", f"write it into the content{format_too}")
     return prompt
 
 
@@ -108,8 +110,9 @@ def _refuse_hidden(
     for index in (index for number, index in enumerate(owners) if f"{number:09}" not in shown):
         if not messages[index].get("tool_calls"):
             raise UsageError(
-                f"messages[{index}] has the role {format_value(messages[index].get('role'))}, {_ADVICE} there; "
-                "expected system (first), user, assistant or tool"
+                f"messages[{index}]",
+                f"has the role {format_value(messages[index].get('role'))}, {_ADVICE} there, "
+                "expected system (first), user, assistant or tool",
             )
         if ignored is not None:
             ignored("messages.content")
@@ -145,7 +148,7 @@ def _spell_calls(message: Any, write: Write) -> Any:
     calls = [(call["function"]["name"], call["function"].get("arguments") or {}) for call in message["tool_calls"]]
     if not all(isinstance(given, Mapping) for _, given in calls):
         raise UsageError(
-            "messages holds a call whose arguments are no JSON object, which cannot be written; leave it out"
+            "messages", "holds a call whose arguments are no JSON object, which cannot be written", "leave it out"
         )
     content = message.get("content") or ""
     text = content + ("\n" if content else "") + write(calls)

@@ -64,8 +64,9 @@ class Tokenizer:
             raise BundleError(f"{folder / CONFIG_FILE} is broken ({error}); {REMEDY}") from error
         if config.get("clean_up_tokenization_spaces") and type(backend.model).__name__ != "BPE":
             raise BundleError(
-                f"{folder / CONFIG_FILE}: clean_up_tokenization_spaces is true for a {type(backend.model).__name__} "
-                "tokenizer, expected false; it removes spaces that the model wrote"
+                f"clean_up_tokenization_spaces is true for a {type(backend.model).__name__} tokenizer, expected false",
+                "it removes spaces that the model wrote",
+                path=folder / CONFIG_FILE,
             )
         return cls(backend, special_tokens)
 
@@ -142,8 +143,9 @@ class Tokenizer:
         infill = find_infill(self.token_to_id)
         if infill is None:
             raise UsageError(
-                "suffix is given, but the tokenizer has no marks of a gap that are known, such as <|fim_prefix|>; "
-                "leave it out"
+                "suffix",
+                "is given, but the tokenizer has no marks of a gap that are known, such as <|fim_prefix|>",
+                "leave it out",
             )
         plain = partial(self.encode_plain, add_special_tokens=False)
         first = self.encode_within(before, most, plain)[0] if isinstance(before, str) else before
@@ -195,7 +197,7 @@ class Tokenizer:
         try:
             return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
-            raise UsageError(f"token ids are integers of at least 0: {error}") from error
+            raise UsageError("token_ids", f"holds something else than integers of at least 0: {error}") from error
 
     def count_normalized(self, text: str) -> int:
         """Characters of ``text`` as the model's vocabulary sees it."""
@@ -238,7 +240,7 @@ _BYTE_LEVEL = {0x100 + place: byte for place, byte in enumerate(sorted({*range(2
 @contextmanager
 def _translate_errors(text: Any) -> Iterator[None]:
     if not isinstance(text, str):
-        raise UsageError(f"the text is {type(text).__name__}, expected str")
+        raise UsageError("text", f"is {type(text).__name__}, expected str")
     try:
         text.encode("utf-8")
         yield

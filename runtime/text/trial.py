@@ -66,8 +66,9 @@ def try_tokenizer(folder: Path) -> None:
             if error.refused:
                 raise BundleError(str(error)) from error
             raise BundleError(
-                f"{folder}: the tokenizer or chat template does not work: tried in a process of its own it failed "
-                f"({error}); {REMEDY}"
+                f"the tokenizer or chat template does not work: tried in a process of its own it failed ({error})",
+                REMEDY,
+                path=folder,
             ) from error
 
     try:
@@ -128,4 +129,4 @@ def _chat(tokenizer: Tokenizer, folder: Path) -> None:
             ChatTemplate.from_folder(folder, tokenizer).render(**chat)
         except RequestError as error:  # templates may refuse what they do not know
             if isinstance(error.__cause__, MemoryError):
-                raise BundleError(f"{folder}: the chat template takes all memory; {REMEDY}") from error
+                raise BundleError("the chat template takes all memory", REMEDY, path=folder) from error

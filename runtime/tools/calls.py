@@ -84,33 +84,33 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
     if tools is None:
         return ()
     if not isinstance(tools, list | tuple):
-        raise UsageError(f"tools is {format_value(tools)}, expected a list of functions")
+        raise UsageError("tools", f"is {format_value(tools)}, expected a list of functions")
     if len(tools) > MOST_TOOLS:
-        raise UsageError(f"tools holds {len(tools)} functions, expected at most {MOST_TOOLS}")
+        raise UsageError("tools", f"holds {len(tools)} functions, expected at most {MOST_TOOLS}")
     found = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))
     names = Counter(tool.name for tool in found)
     twice = next((name for name, count in names.items() if count > 1), None)
     if twice is not None:
-        raise UsageError(f"tools holds {twice!r} twice, expected every name once")
+        raise UsageError("tools", f"holds {twice!r} twice, expected every name once")
     return found
 
 
 def _tool(tool: Any, where: str) -> Tool:
     if not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
-        raise UsageError(f'{where} is {format_value(tool)}, expected {{"type": "function", "function": {{...}}}}')
+        raise UsageError(where, f'is {format_value(tool)}, expected {{"type": "function", "function": {{...}}}}')
     function = tool.get("function", tool)
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         said = f"expected letters, digits, _, - and ., at most {LONGEST_NAME}"
-        raise UsageError(f"{where} has the name {format_value(name)}, {said}")
+        raise UsageError(where, f"has the name {format_value(name)}, {said}")
     parameters = function.get("parameters")
     place = f"{where}.parameters" if function is tool else f"{where}.function.parameters"
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise UsageError(f"{place} is {format_value(parameters)}, expected a JSON schema, which is a mapping")
+        raise UsageError(place, f"is {format_value(parameters)}, expected a JSON schema, which is a mapping")
     if parameters and parameters.get("type") not in (None, "object"):
-        raise UsageError(f"{place} has the type {format_value(parameters['type'])}, expected 'object'")
+        raise UsageError(place, f"has the type {format_value(parameters['type'])}, expected 'object'")
     if name in CHOICES:
-        raise UsageError(f"{where} is called {name}, which is a word of tool_choice ({', '.join(CHOICES)}); rename it")
+        raise UsageError(where, f"is called {name}, which is a word of tool_choice ({', '.join(CHOICES)})", "rename it")
     return Tool(name, parameters, function.get("strict") is True, place)
 
 
@@ -118,19 +118,19 @@ def choose_tools(tools: Sequence[Tool], choice: str) -> tuple[Tool, ...]:
     """The tools that ``tool_choice`` allows to call.
     Raises UsageError: it is neither one of :data:`CHOICES` nor a tool's name, or wants tools and there are none."""
     if not isinstance(choice, str):
-        raise UsageError(f"tool_choice is {format_value(choice)}, expected {', '.join(CHOICES)} or a tool's name")
+        raise UsageError("tool_choice", f"is {format_value(choice)}, expected {', '.join(CHOICES)} or a tool's name")
     if choice == "none" or (choice == "auto" and not tools):
         return ()
     if not tools:
         raise UsageError(
-            f"tool_choice is {format_value(choice)}, but the request has no tools; give some, or leave it out"
+            "tool_choice", f"is {format_value(choice)}, but the request has no tools", "give some, or leave it out"
         )
     if choice in CHOICES:
         return tuple(tools)
     named = tuple(tool for tool in tools if tool.name == choice)
     if not named:
         names = ", ".join([*CHOICES, *(tool.name for tool in tools)])
-        raise UsageError(f"tool_choice is {format_value(choice)}, expected one of {names}")
+        raise UsageError("tool_choice", f"is {format_value(choice)}, expected one of {names}")
     return named
 
 

@@ -83,5 +83,5 @@ def writer(name: str | None) -> Callable[[Sequence[tuple[str, Mapping[str, Any]]
 
 def format_named(name: str) -> CallFormat:
     if name not in FORMATS:
-        raise UsageError(f"tool_format is {format_value(name)}, expected one of {', '.join(FORMATS)}")
+        raise UsageError("tool_format", f"is {format_value(name)}, expected one of {', '.join(FORMATS)}")
     return FORMATS[name]

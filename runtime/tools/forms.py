@@ -59,8 +59,10 @@ class Form:
             or any(map(_TAKEN.fullmatch, names))
         ):
             raise UsageError(
-                "grammar and tools cannot be combined here, for the grammar has directives, a rule that refers to "
-                "start or a rule with a name of the grammar of calls; leave one of them out, or set tool_choice='none'"
+                "grammar",
+                "has directives, a rule that refers to start, or a rule with a name of the grammar of calls, which "
+                "tools cannot be combined with",
+                "leave one of them out, or set tool_choice='none'",
             )
         return re.sub(r"\bstart\b", "other", self.text)
 

@@ -98,7 +98,11 @@ class _Rules:
     def _value(self, schema: Any, where: str, depth: int) -> str:
         """The name of the rule of a schema's values."""
         if schema is False or depth > _MOST_DEEP:
-            raise GrammarError(f"{where} {'is nested too deeply' if schema else 'allows no value'}; leave it out")
+            raise GrammarError(
+                "tools",
+                f"holds {where}, which {'is nested too deeply' if schema else 'allows no value'}",
+                "leave it out",
+            )
         own = {} if schema is True else {k: v for k, v in schema.items() if k not in DEFINITIONS}
         if not own:
             return "anything"
@@ -125,7 +129,9 @@ class _Rules:
         if name not in self._references:
             meant = follow_reference(self._root, name)
             if not isinstance(meant, Mapping | bool):
-                raise GrammarError(f"{where} refers to {format_value(name)}, which the schema does not define")
+                raise GrammarError(
+                    "tools", f"refers in {where} to {format_value(name)}, which the schema does not define"
+                )
             place = len(self._written)
             self._references[name] = self._rule("")
             self._written[place] += self._value(meant, where, depth + 1)
@@ -155,7 +161,9 @@ class _Rules:
         bodies = [f"{self._mark} {literal(text)} {self._mark}" for text in texts]
         bodies += [literal(json.dumps(value)) for value in others if types_of({"const": value}) & types]
         if not bodies:
-            raise GrammarError(f"{where} has no choice that the model's format of calls can write; leave it out")
+            raise GrammarError(
+                "tools", f"has in {where} no choice that the model's format of calls can write", "leave it out"
+            )
         return self._rule(" | ".join(bodies))
 
     def _of_type(self, kind: Any, schema: Mapping[str, Any], where: str, depth: int) -> str:
@@ -169,14 +177,16 @@ class _Rules:
         if kind == "string":
             return "text"
         if kind not in _WORDS:
-            raise GrammarError(f"{where} has the type {format_value(kind)}, expected one of JSON's")
+            raise GrammarError("tools", f"has in {where} the type {format_value(kind)}, expected one of JSON's")
         return _WORDS[kind]
 
     def _object(self, schema: Mapping[str, Any], where: str, depth: int) -> str:
         """Properties in their order, with commas between those that are there; any, where none are listed."""
         listed, required = schema.get("properties", {}), schema.get("required", ())
         if missing := [name for name in required if name not in listed]:
-            raise GrammarError(f"{where} requires {format_value(missing[0])}, which is none of its properties")
+            raise GrammarError(
+                "tools", f"requires in {where} {format_value(missing[0])}, which is none of its properties"
+            )
         extra = schema.get("additionalProperties", True)
         if "properties" not in schema and extra is not False:
             return _map_of(self._value(extra, f"values of {where}", depth + 1))
@@ -200,7 +210,9 @@ def _refuse_but(schema: Mapping[str, Any], known: Collection[str], where: str) -
     unknown = sorted(schema.keys() - set(known))
     if unknown:
         raise GrammarError(
-            f"{where} has {format_value(unknown[0])}, which the model's format of calls cannot hold to; leave it out"
+            "tools",
+            f"has in {where} {format_value(unknown[0])}, which the model's format of calls cannot hold to",
+            "leave it out",
         )
 
 

@@ -115,7 +115,7 @@ def check_shape(tool: Tool) -> dict[str, Any]:
             fits = isinstance(value, _SHAPES.get(name, object))
             if not fits or (name == "required" and not all(isinstance(each, str) for each in value)):
                 raise GrammarError(
-                    f"the parameters of the tool {tool.name} hold {name} {format_value(value)}, expected a JSON schema"
+                    "tools", f"holds {name} {format_value(value)} in {tool.name}, expected a JSON schema"
                 )
             if name in _NAMED:
                 waiting += value.values()
@@ -132,15 +132,17 @@ def parameters_of(tool: Tool, names: re.Pattern[str] = NAME) -> Iterator[Paramet
     unknown = schema.keys() - _OF_PARAMETERS
     if unknown:
         raise GrammarError(
-            f"the parameters of the tool {tool.name} have {format_value(sorted(unknown)[0])} beside their properties, "
-            "which the model's format of calls cannot hold to; leave it out"
+            "tools",
+            f"has {format_value(sorted(unknown)[0])} beside the properties of {tool.name}, which the model's format of "
+            "calls cannot hold to",
+            "leave it out",
         )
     definitions: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     required = schema.get("required", ())
     listed = schema.get("properties", {})
     missing = next((name for name in required if name not in listed), None)
     if missing is not None:
-        raise GrammarError(f"the tool {tool.name} requires {format_value(missing)}, which is none of its properties")
+        raise GrammarError("tools", f"requires in {tool.name} {format_value(missing)}, which is none of its properties")
     for name, item in listed.items():
         check_name(name, tool.name, names)
         own = item if isinstance(item, Mapping) else {} if item is True else {"not": {}}
@@ -151,8 +153,11 @@ def check_name(name: str, where: str, names: re.Pattern[str] = NAME) -> None:
     """Refuse a parameter whose name would end where the format's own marks begin."""
     if not names.fullmatch(name):
         raise GrammarError(
-            f"{where} has the parameter {format_value(name)}, which the model's format of calls cannot write without "
-            "quotes; rename it, to letters, digits, _, - and ."
+            "tools",
+            f"has in {where} the parameter {format_value(name)}, which the model's format of calls "
+            f"cannot write without "
+            "quotes",
+            "rename it, to letters, digits, _, - and .",
         )
 
 

@@ -1,7 +1,6 @@
 """A conversation's request: what the template teaches and what the client asks for, as a parser and as parameters."""
 
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,8 +21,6 @@ from llmc.runtime.tools.parser import ChatParser
 from llmc.runtime.tools.thinking import Thinking, ThinkingMarks, check_budget, marks_of, opens_reasoning
 from llmc.runtime.tools.unmarked import UnmarkedCalls
 
-# What errors about a schema or a grammar begin with.
-_SUBJECT = re.compile(r"^(json_schema|grammar):? ")
 _LONGEST_KEPT = 8 * 1024  # characters of a tool's schema, of which it is remembered whether it can be enforced
 
 
@@ -93,7 +90,7 @@ class ChatPlan:
         yield self._replace_tools(_loosen_tool(self.calls, tool, may_loosen) for tool in self.tools)
         if may_loosen:
             yield self._replace_tools(_drop_rules(tool) for tool in self.tools)
-        raise GrammarError(f"tools: the grammar of their calls {_SUBJECT.sub('', str(error))}") from error
+        raise GrammarError("tools", f"need a grammar of calls that {error.problem}", error.advice) from error
 
     def _replace_tools(self, loosened: Iterable[tuple[Tool, list[str]]]) -> tuple["ChatPlan", list[str]]:
         tools, places = zip(*loosened, strict=True)
@@ -105,7 +102,7 @@ class ChatPlan:
         arguments = dict(given)
         if self.calls is not None:
             if given.get("detokenize") is False:
-                raise UsageError("detokenize is False, but calls are read from text; leave it out, or the tools")
+                raise UsageError("detokenize", "is False, but calls are read from text", "leave it out, or the tools")
             form = self._form(self.calls, given)
             arguments = {name: value for name, value in given.items() if name not in GUIDES}
             arguments["grammar"] = self._grammar(self.calls, tokenizer, form)
@@ -127,8 +124,9 @@ class ChatPlan:
         heads = [*calls.begins, *calls.bare_heads(tool.name for tool in self.tools)]
         if form.may_begin(heads):
             raise UsageError(
-                f"{form.name} and tools cannot be combined here, for an answer in that form may begin like a call; "
-                "leave one of them out, or set tool_choice='none'"
+                form.name,
+                "is given beside tools, and an answer in that form may begin like a call",
+                "leave one of them out, or set tool_choice='none'",
             )
         return form
 
@@ -174,7 +172,7 @@ def _loosen_tool(calls: CallFormat, tool: Tool, allowed: bool) -> tuple[Tool, li
                 looser = replace(tool, parameters=schema)
                 if _check_call(calls, looser) is None:
                     return looser, [f"{tool.place}.{place}".rstrip(".") for place in places]
-    raise GrammarError(f"{tool.place}: {refused}")
+    raise GrammarError(tool.place, *refused)
 
 
 def _without_odd_names(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -184,20 +182,20 @@ def _without_odd_names(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[
     return {**found, "properties": kept, "required": [name for name in found["required"] if name in kept]}, places
 
 
-def _check_call(calls: CallFormat, tool: Tool) -> str | None:
-    """The reason why a call of the tool cannot be enforced; None if it can."""
+def _check_call(calls: CallFormat, tool: Tool) -> tuple[str, str] | None:
+    """Why a call of the tool cannot be enforced, and what to do; None if it can."""
     text = json.dumps(tool.parameters)
     return (_refuse_call if len(text) <= _LONGEST_KEPT else _refuse_call.__wrapped__)(calls, tool.name, text)
 
 
 @lru_cache(1024)  # an agent sends the same tools with every turn
-def _refuse_call(calls: CallFormat, name: str, parameters: str) -> str | None:
+def _refuse_call(calls: CallFormat, name: str, parameters: str) -> tuple[str, str] | None:
     try:
         compile_bytes(
             "grammar", f"start: calls\n{calls.grammar((Tool(name, json.loads(parameters)),), literal, False)}"
         )
     except GrammarError as error:
-        return _SUBJECT.sub("", str(error))
+        return error.problem, error.advice
     return None
 
 
@@ -241,16 +239,19 @@ def plan_chat(
     marks = marks_of(template)
     check_budget(reasoning_budget)
     if reasoning_budget is not None and marks is None:
-        raise UsageError("reasoning_budget is given, but the model's chat template knows no reasoning; leave it out")
+        raise UsageError(
+            "reasoning_budget", "is given, but the model's chat template knows no reasoning", "leave it out"
+        )
     if marks is not None and prompt.rstrip().endswith(marks.end):  # the template has left the reasoning out
         marks = None
     required = tool_choice not in ("auto", "none")
     if goes_on:
         if required or reasoning_budget is not None:
-            asked = "tool_choice wants a call" if required else "reasoning_budget is given"
+            asked = "tool_choice" if required else "reasoning_budget"
             raise UsageError(
-                f"{asked}, but the answer has begun (continue_final_message), and that would come before it; "
-                "leave one out"
+                asked,
+                "asks for something before the answer, which has begun (continue_final_message)",
+                "leave one of them out",
             )
         marks = None
     thinking = opens_reasoning(prompt, marks)
@@ -261,7 +262,8 @@ def _calls(template: str, name: str | None) -> CallFormat:
     name = format_of(template) if name is None else name
     if name is None:
         raise UsageError(
-            "tools cannot be called: the model's chat template teaches no format of calls that is known; name one with "
-            f"tool_format ({', '.join(FORMATS)}), or set tool_choice='none'"
+            "tools",
+            "cannot be called: the model's chat template teaches no format of calls that is known",
+            f"name one with tool_format ({', '.join(FORMATS)}), or set tool_choice='none'",
         )
     return format_named(name)

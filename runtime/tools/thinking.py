@@ -73,7 +73,7 @@ class Thinking:
 
 def check_budget(budget: object) -> None:
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
-        raise UsageError(f"reasoning_budget is {format_value(budget)}, expected an integer of at least 0, or None")
+        raise UsageError("reasoning_budget", f"is {format_value(budget)}, expected an integer of at least 0, or None")
 
 
 class ThinkingGuide:

@@ -75,8 +75,10 @@ class XmlCalls(CallFormat):
             return f"({written}){'?' * ('' in values)} {closing}" if written else closing
         if values is not None or not _is_plain(schema):
             raise GrammarError(
-                f"the parameter {parameter.name} of the tool {tool.name} is a text under rules, which the model's "
-                "format of calls cannot hold to, for it writes texts without quotes; leave the rules out"
+                "tools",
+                f"has in {tool.name} the parameter {parameter.name}, a text under rules, which the model's format of "
+                "calls cannot hold to, for it writes texts without quotes",
+                "leave the rules out",
             )
         return "plain"
 

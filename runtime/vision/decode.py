@@ -94,7 +94,7 @@ def _open(pillow: Any, source: Any, name: str) -> "Image":
         image = _decode(pillow, read_bytes(Path(source), LARGEST_FILE), name)
     else:
         expected = "the path of a file, its bytes, an array of bytes or an image of Pillow's"
-        raise UsageError(f"{name} is {format_value(source)}, expected {expected}")
+        raise UsageError("messages", f"holds {name} as {format_value(source)}, expected {expected}")
     _check_size(image.size, name)
     return image
 
@@ -102,7 +102,9 @@ def _open(pillow: Any, source: Any, name: str) -> "Image":
 def _from_array(pillow: Any, pixels: "np.ndarray[Any, Any]", name: str) -> "Image":
     if pixels.dtype != np.uint8 or pixels.shape[2:] not in ((), (3,), (4,)) or pixels.ndim < 2 or 0 in pixels.shape:
         found = f"an array of {pixels.dtype} {list(pixels.shape)}"
-        raise UsageError(f"{name} is {found:.200}, expected uint8 [height, width], with 3 or 4 channels or without")
+        raise UsageError(
+            "messages", f"holds {name} as {found:.200}, expected uint8 [height, width], with 3 or 4 channels or without"
+        )
     _check_size((pixels.shape[1], pixels.shape[0]), name)
     image: Image = pillow.fromarray(pixels)
     return image

@@ -65,7 +65,9 @@ class Tower:
             if (tokens := tokens + count_rows(seen[-1], vision)) >= max_context:
                 raise ContextError(
                     f"the first {number} of {len(images)} images have {tokens} tokens, which leaves no room in a "
-                    f"context of {max_context}; leave some out"
+                    f"context of {max_context}",
+                    "leave some out",
+                    parameter="prompt",
                 )
         written = [mark(write_markers(tiles, vision)) for tiles in seen]
         return "".join(part for pair in zip(around, [*written, ""], strict=True) for part in pair), seen
@@ -82,8 +84,9 @@ class Tower:
         counts = [count_rows(tiles, vision) for tiles in images]
         if len(positions) != (count := sum(counts)):
             raise RequestError(
-                f"the prompt has {len(positions)} image tokens, expected {count}; leave {vision.markers.image} "
-                "out of the messages"
+                f"the prompt has {len(positions)} image tokens, expected {count}",
+                f"leave {vision.markers.image} out of the messages",
+                parameter="prompt",
             )
         rows = [self._compute(tiles) for tiles in images]
         names = [make_names(tiles.digest, len(own)) for tiles, own in zip(images, rows, strict=True)]
@@ -143,13 +146,14 @@ def take_images(messages: Any) -> tuple[Any, list[Any]]:
         if not isinstance(part, Mapping):
             return part
         if other := next((kind for kind in OTHER_MEDIA if kind in (part.get("type"), *part)), None):
-            raise UsageError(f"messages holds a part of the kind {other}, expected text or image; leave it out")
+            raise UsageError("messages", f"holds a part of the kind {other}, expected text or image", "leave it out")
         if part.get("type") != "image":
             return part
         if part.keys() != {"type", "image"}:
             raise UsageError(
-                f'messages holds an image with the keys {", ".join(map(str, part))}, expected {{"type": "image", '
-                '"image": the path of a file, its bytes, an array or an image of Pillow\'s}'
+                "messages",
+                f'holds an image with the keys {", ".join(map(str, part))}, expected {{"type": "image", '
+                '"image": the path of a file, its bytes, an array or an image of Pillow\'s}',
             )
         images.append(part["image"])
         return {"type": "image"}

@@ -59,8 +59,9 @@ class Replica:
     async def _swap(self, pool: ModelPool, bundles: Mapping[str, Path]) -> None:
         if bundles.keys() != self._bundles.keys():
             raise UsageError(
-                f"a running replica serves {', '.join(self._bundles)} and cannot serve {', '.join(bundles)} instead; "
-                "change the application's args, and Ray starts new ones"
+                "models",
+                f"is {', '.join(bundles)}, and a running replica serves {', '.join(self._bundles)}",
+                "change the application's args, and Ray starts new ones",
             )
         for name, folder in bundles.items():
             if folder != self._bundles[name]:

@@ -58,7 +58,7 @@ def connect_ray(address: str | None) -> Iterator[None]:
     try:
         ray.init(address or "local", log_to_driver=False, logging_level=logging.WARNING, **own)
     except (ConnectionError, ValueError) as error:
-        raise UsageError(f"ray_address is {address!r}, where no cluster of Ray answers ({error})") from error
+        raise UsageError("ray_address", f"is {address!r}, where no cluster of Ray answers ({error})") from error
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """Errors as clients see them: a status, and a body in the format of the dialect that they speak."""
 
+import logging
 import math
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -15,7 +15,6 @@ from llmc.errors import (
     ContextError,
     DeadlineError,
     EngineClosedError,
-    GrammarError,
     LlmcError,
     NonFiniteError,
     QueueFullError,
@@ -23,6 +22,8 @@ from llmc.errors import (
     ResourceError,
     UsageError,
 )
+
+log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 # The first class that an error belongs to decides; what is none of these is a failure of the server.
@@ -36,13 +37,6 @@ STATUSES: tuple[tuple[type[LlmcError], int], ...] = (
     (UsageError, 400),
     (RequestError, 400),
 )
-# Sentences about a parameter begin with it: "top_p is 2, expected ...", "messages[1] has the role ...".
-_NAMED = re.compile(
-    r"([a-z][a-z0-9_]*)((?:\[\d+\]|\.\w+)*)"
-    r"(?=:|(?:=\S+)? (?:is|are|has|holds|asks|and|cannot|could|needs|takes|repeats|allows)\b)"
-)
-# Those about several begin with what one of them makes of the request: "beam search cannot be combined with n=2".
-_AMONG = re.compile(r"(?<=combined with )([a-z][a-z0-9_]*)(?==)|(?<=, so )([a-z][a-z0-9_]*)(?==)")
 OPENAI_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -102,30 +96,26 @@ class ApiError(Exception):
 
 
 def from_llmc(error: ApiError | LlmcError, names: Mapping[str, str] = MappingProxyType({})) -> ApiError:
-    """The answer to a request that llmc could not serve; an error that is one already stays as it is.
+    """The answer to a request that llmc could not serve; an ApiError stays as it is. Clients learn no folder and no
+    file of the server: what is wrong with a bundle or a GPU is in the log alone.
     ``names``: the dialect's own names of parameters, by llmc's; ``prompt`` is that of what the model reads."""
     if isinstance(error, ApiError):
         return error
-    status = next((status for kind, status in STATUSES if isinstance(error, kind)), 500)
+    status = next((status for kind, status in STATUSES if isinstance(error, kind)), None)
+    if status is None:
+        log.error("a request failed: %s: %s", type(error).__name__, error)
+        return ApiError(500, f"the model cannot be used now ({type(error).__name__}); the server's log says why")
     retry = RETRY_AFTER_S if status in (429, 503) else None
-    said, param = str(error), None
-    if isinstance(error, ContextError):
-        return ApiError(status, said, param=names.get("prompt"), code="context_length_exceeded")
-    about = isinstance(error, UsageError | GrammarError)
-    if about and (among := _AMONG.search(said)):
-        param = among[1] or among[2]
-    elif about and (named := _NAMED.match(said)):
-        param = rename_place(names.get(named[1], named[1]) + named[2], names)
-        said = param + said[named.end(2) :]
-    elif said.startswith("the prompt ") and isinstance(error, UsageError | RequestError):
-        param = names.get("prompt")
-    return ApiError(status, said, param=param, code="queue_full" if status == 429 else None, retry_after_s=retry)
+    param = rename_place(error.parameter, names)
+    code = "queue_full" if status == 429 else "context_length_exceeded" if isinstance(error, ContextError) else None
+    said = error.sentence(parameter=param, path="the model")
+    return ApiError(status, said, param=param or None, code=code, retry_after_s=retry)
 
 
 def rename_place(place: str, names: Mapping[str, str]) -> str:
-    """A place in the tools that a model is offered as the client knows it: its longest beginning among ``names``, such
-    as ``tools[0].function``, is replaced."""
-    begin = max((name for name in names if "[" in name and place.startswith(name)), key=len, default="")
+    """A place, such as ``tools[0].function``, as the client knows it: its longest part among ``names`` is replaced."""
+    begins = [name for name in names if place.startswith(name) and place[len(name) : len(name) + 1] in ("", ".", "[")]
+    begin = max(begins, key=len, default="")
     return names.get(begin, "") + place[len(begin) :]
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from llmc.errors import UsageError
+from llmc.errors import UsageError, format_name
 from llmc.runtime.api.request import MOST_PRIORITY
 from llmc.runtime.sampling.ranges import FLAG, Range, integer
 from llmc.runtime.server.config import ServerConfig
@@ -104,28 +104,28 @@ class Keyring:
 
 def read_keys(path: Path) -> tuple[Key, ...]:
     """The keys of a TOML file: a table for each, named after its client, with ``key`` or ``sha256``."""
-    named = f"keys_file {path}"
-    tables, status = _read(named, path, parse_toml)
-    _check_access(named, path, status, any("key" in table for table in tables.values() if isinstance(table, Mapping)))
+    option = "keys_file"
+    tables, status = _read(option, path, parse_toml)
+    _check_access(option, path, status, any("key" in table for table in tables.values() if isinstance(table, Mapping)))
     if not 1 <= len(tables) <= MOST_KEYS:
-        raise UsageError(f"{named} has {len(tables)} keys, expected 1 ... {MOST_KEYS}")
-    keys = tuple(_key(named, name, table) for name, table in tables.items())
+        raise UsageError(option, f"{path} has {len(tables)} keys, expected 1 ... {MOST_KEYS}")
+    keys = tuple(_key(path, name, table) for name, table in tables.items())
     if len({key.digest for key in keys}) < len(keys):
-        raise UsageError(f"{named} has one key under two names; give each client its own")
+        raise UsageError(option, f"{path} has one key under two names", "give each client its own")
     return keys
 
 
 def read_upstream_key(path: Path) -> str:
     """The one key that a file holds. Raises UsageError: others may read it, or it holds something else."""
-    named = f"upstream_key_file {path}"
-    key, status = _read(named, path, lambda content: content.decode("utf-8").strip())
-    _check_access(named, path, status, plain=True)
+    option = "upstream_key_file"
+    key, status = _read(option, path, lambda content: content.decode("utf-8").strip())
+    _check_access(option, path, status, plain=True)
     if not _SENT.fullmatch(key):
-        raise UsageError(f"{named} holds no key, expected one line of printable ASCII, without spaces")
+        raise UsageError(option, f"{path} holds no key, expected one line of printable ASCII, without spaces")
     return key
 
 
-def _read(named: str, path: Path, parse: Callable[[bytes], T]) -> tuple[T, os.stat_result]:
+def _read(option: str, path: Path, parse: Callable[[bytes], T]) -> tuple[T, os.stat_result]:
     try:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
@@ -134,57 +134,66 @@ def _read(named: str, path: Path, parse: Callable[[bytes], T]) -> tuple[T, os.st
             raise ValueError(f"it has more than {MOST_BYTES} bytes")
         return parse(content), status
     except OSError as error:
-        raise UsageError(f"{named} cannot be read: {error.strerror}") from error
+        raise UsageError(option, f"{path} cannot be read: {error.strerror}") from error
     except TomlError as error:  # its message shows characters of the file
         line = re.search(r"at line \d+", str(error))
-        raise UsageError(f"{named} is no TOML{f' {line[0]}' if line else ''}") from None
+        raise UsageError(option, f"{path} is no TOML{f' {line[0]}' if line else ''}") from None
     except ValueError as error:
         reason = "it is not UTF-8" if isinstance(error, UnicodeError) else error
-        raise UsageError(f"{named} cannot be read: {reason}") from None
+        raise UsageError(option, f"{path} cannot be read: {reason}") from None
 
 
-def _check_access(named: str, path: Path, status: os.stat_result, plain: bool) -> None:
-    """Keys that others can replace are nobody's, and those that others can read are everybody's; hashes may be read."""
+def _check_access(option: str, path: Path, status: os.stat_result, plain: bool) -> None:
+    """Refuse key files that other users can write, or read (unless they hold only hashes)."""
     if not hasattr(os, "getuid"):
         return
     if status.st_uid not in (0, os.getuid()):
-        raise UsageError(f"{named} is another user's (uid {status.st_uid}); make it yours or root's")
+        raise UsageError(option, f"{path} is another user's (uid {status.st_uid})", "make it yours or root's")
     mode = stat.S_IMODE(status.st_mode)
     if mode & 0o022:
-        raise UsageError(f"{named} has mode {mode:o}, others may write it; run chmod 600 {path}")
+        raise UsageError(option, f"{path} has mode {mode:o}, others may write it", f"run chmod 600 {path}")
     if plain and mode & 0o004:
-        said = f"everybody may read the keys in it; run chmod 600 {path}, or let it hold hashes alone"
-        raise UsageError(f"{named} has mode {mode:o}, {said}")
+        raise UsageError(
+            option,
+            f"{path} has mode {mode:o}, everybody may read the keys in it",
+            f"run chmod 600 {path}, or let it hold hashes alone",
+        )
 
 
-def _key(named: str, name: str, table: Any) -> Key:
-    where = f"{named}, [{name:.64}]"
+def _key(path: Path, name: str, table: Any) -> Key:
+    where = f"[{name:.64}]"
     if not _NAME.fullmatch(name):
-        raise UsageError(f"{where}: expected a name of letters, digits and . _ -, at most 64")
+        raise UsageError(where, "is no name, expected letters, digits and . _ -, at most 64", path=path)
     if not isinstance(table, dict):
-        raise UsageError(f"{where}: expected a table with key or sha256")
+        raise UsageError(where, "is no table, expected one with key or sha256", path=path)
     if unknown := table.keys() - {"key", "sha256", *_VALUES}:
         raise UsageError(
-            f"{where}: unknown entry {min(unknown)!r:.60}, expected key or sha256, and any of {', '.join(_VALUES)}"
+            f"{where}.{format_name(min(unknown))}",
+            f"is no entry, expected key or sha256, and any of {', '.join(_VALUES)}",
+            path=path,
         )
     for entry, values in _VALUES.items():
         if entry in table:
-            values.check(f"{where}: {entry}", table[entry])
+            values.check(f"{where}.{entry}", table[entry], path)
     given = {entry: table[entry] for entry in _VALUES if entry in table}
     if "models" in given:
         given["models"] = frozenset(given["models"])
-    return Key(name, _digest(where, table), **given)
+    return Key(name, _digest(path, where, table), **given)
 
 
-def _digest(where: str, table: Mapping[str, Any]) -> bytes:
+def _digest(path: Path, where: str, table: Mapping[str, Any]) -> bytes:
     if ("key" in table) == ("sha256" in table):
-        raise UsageError(f"{where}: expected either key or sha256")
+        raise UsageError(where, "has key and sha256, or neither, expected one of them", path=path)
     if "sha256" in table:
         if type(table["sha256"]) is not str or not _HASH.fullmatch(table["sha256"]):
-            raise UsageError(f"{where}: sha256 is no 64 hexadecimal digits in lower case, as sha256sum prints them")
+            raise UsageError(
+                f"{where}.sha256", "is no 64 hexadecimal digits in lower case, as sha256sum prints them", path=path
+            )
         return bytes.fromhex(table["sha256"])
     if type(table["key"]) is not str or not _KEY.fullmatch(table["key"]):
-        raise UsageError(f"{where}: key is no {SHORTEST} ... 512 printable ASCII characters without spaces")
+        raise UsageError(
+            f"{where}.key", f"is no {SHORTEST} ... 512 printable ASCII characters without spaces", path=path
+        )
     return hashlib.sha256(table["key"].encode()).digest()
 
 

@@ -1,8 +1,6 @@
 """Bundles as the options of a service load them: their manifests, what they need of memory, and their models."""
 
 import logging
-import os
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
@@ -11,7 +9,6 @@ from typing import Any
 
 from llmc.bundle import Manifest, publication, read_bundle
 from llmc.errors import BundleError, LlmcError, RequestError, UsageError, text_of
-from llmc.runtime.api import DRAFT_WORDS
 from llmc.runtime.api.options import PREFIX_OPTIONS, EngineOptions, row_limit
 from llmc.runtime.model import MemoryNeed, Model, load, memory_need
 from llmc.runtime.sessions.staged import plan_together, read_stages
@@ -54,8 +51,9 @@ class Loader:
         context = options.get("max_context") or 1
         if context > most:
             raise UsageError(
-                f"max_context is {context}, but {folder} was built for {most}; lower it, or build with a larger "
-                "--max-context"
+                "max_context",
+                f"is {context}, the bundle was built for {most}",
+                "lower it, or build with a larger --max-context",
             )
         if manifest.geometry.encoder is None:
             row_limit(manifest, EngineOptions(**{k: v for k, v in options.items() if k in _ENGINE_OPTIONS}))
@@ -78,7 +76,7 @@ class Loader:
                 options["tool_format"] = tool_format
             model = load(folder, memory=memory, adapters=adapters, **options)
         except (UsageError, RequestError) as error:  # the latter of a draft
-            raise BundleError(f"{folder} cannot be loaded with the options of this service: {error}") from error
+            raise BundleError(f"cannot be loaded with the options of this service: {error}", path=folder) from error
         try:
             if not model.manifest.geometry.encoder:
                 _ = model.engine  # a draft that does not fit is refused now
@@ -90,15 +88,6 @@ class Loader:
         return model
 
 
-def hide_folder(error: Exception, folder: object, name: str) -> None:
-    """Put a name in place of a folder in an error's text, however the folder is spelt: clients read it, and may not
-    learn the server's folders."""
-    if not isinstance(error, LlmcError) or str(folder) in ("None", *DRAFT_WORDS):
-        return
-    spellings = {str(folder), os.path.abspath(str(folder)), os.path.realpath(str(folder))} - {".", "..", "/"}
-    for spelling in sorted(spellings, key=len, reverse=True):
-        error.args = (re.sub(rf"(?<![\w.-]){re.escape(spelling)}(?![\w.-])", lambda _: name, str(error)),)
-
-
 def reason_of(error: Exception) -> str:
+    """Why a model could not be loaded, for its operator."""
     return str(error) if isinstance(error, LlmcError) else text_of(error)

@@ -17,7 +17,7 @@ from llmc.runtime.model import MemoryNeed, Model, default_memory
 from llmc.runtime.observe.logs import event
 from llmc.runtime.server.http.accounts import allows_model
 from llmc.runtime.server.http.logs import note
-from llmc.runtime.server.models.loading import Loader, hide_folder, reason_of
+from llmc.runtime.server.models.loading import Loader, reason_of
 from llmc.runtime.text.chat_template import has_template
 
 log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class ModelPool:
         patience_s: float = PATIENCE_S,
     ) -> None:
         if not bundles:
-            raise UsageError("there is no model to serve, expected at least one bundle; name one")
+            raise UsageError("models", "names no bundle, expected at least one")
         self.lost: GpuError | None = None
         self._places = {name: _Place(name, Path(folder)) for name, folder in bundles.items()}
         self._loader = Loader(load_options)
@@ -199,11 +199,7 @@ class ModelPool:
         """The manifest of the model that serves under a name, or would be loaded. Loads nothing.
         Raises UsageError: there is no such name; BundleError: the bundle is not there any more."""
         place = self._place(self.base(name))
-        try:
-            return self._loader.read(place.folder) if place.current is None else place.current.model.manifest
-        except BundleError as error:
-            hide_folder(error, place.folder, name)
-            raise
+        return self._loader.read(place.folder) if place.current is None else place.current.model.manifest
 
     def has_template(self, name: str) -> bool:
         """True if the model that serves under a name, or would be loaded, has a chat template."""
@@ -226,11 +222,9 @@ class ModelPool:
         loaded = await self._take(place)
         try:
             yield loaded.model
-        except LlmcError as error:
-            if isinstance(error, GpuError) and error.lost:
+        except GpuError as error:
+            if error.lost:
                 self.lost = error
-            hide_folder(error, loaded.model.folder, name)
-            hide_folder(error, place.folder, name)
             raise
         finally:
             self._release(place, loaded)
@@ -298,8 +292,6 @@ class ModelPool:
         except Exception as error:
             place.failure = _Failure(error, folder, published, time.monotonic() + RETRY_S)
             log.error("%s: %s could not be loaded: %s", place.name, folder, reason_of(error))
-            hide_folder(error, folder, place.name)
-            hide_folder(error, self._loader.options.get("draft"), "the draft")
             raise
         finally:
             place.reserved -= reserved
@@ -327,8 +319,10 @@ class ModelPool:
     def _refuse_too_large(self, folder: Path, need: MemoryNeed) -> None:
         if self.memory is not None and need.least + need.draft > self.memory:
             raise ResourceError(
-                f"{folder}: {-(-(need.least + need.draft) // MB)} MB are needed, {self.memory // MB} MB may be taken "
-                "by all models; give more memory, or lower max_context or the prefix cache"
+                f"{-(-(need.least + need.draft) // MB)} MB are needed, "
+                f"{self.memory // MB} MB may be taken by all models",
+                "give more memory, or lower max_context or the prefix cache",
+                path=folder,
             )
 
     async def _share(self, place: _Place, folder: Path, need: MemoryNeed, patience_s: float) -> int | None:
@@ -350,8 +344,10 @@ class ModelPool:
                 continue
             if not await self._change(None if missing <= leaving else until - time.monotonic()):
                 raise ResourceError(
-                    f"{place.name}: {-(-missing // MB)} MB are missing of the {memory // MB} MB that all models may "
-                    "take, for others are in use; try again later, or give more memory"
+                    f"{-(-missing // MB)} MB are missing of the {memory // MB} MB that all models may take, "
+                    "for others are in use",
+                    "try again later, or give more memory",
+                    path=place.name,
                 )
 
     def _evict(self, besides: _Place) -> bool:
@@ -409,7 +405,9 @@ class ModelPool:
             if place.current is None:
                 raise
             raise ResourceError(
-                f"{error}; {name} goes on with the bundle that it has. Unload that first to load this one in its place"
+                error.problem,
+                f"{name} goes on with the bundle that it has; unload that first to load this one in its place",
+                path=error.path,
             ) from error
         finally:
             place.wanted -= 1
@@ -455,8 +453,9 @@ class ModelPool:
             if adapter not in found:
                 known = ", ".join(filter(allows_model, found)) or "none"
                 raise UsageError(
-                    f"there is no adapter {format_value(adapter)} in the bundle of {name}, which has {known}; add it "
-                    "with llmc adapter add"
+                    "adapter",
+                    f"is {format_value(adapter)}, and the bundle of {name} has {known}",
+                    "add it with llmc adapter add",
                 )
             if place.current is None:
                 await self.warm(name)  # which loads all of them
@@ -469,7 +468,6 @@ class ModelPool:
             await self._in_thread(model.load_adapter, adapter, folder)
         except LlmcError as error:
             log.error("%s: the adapter %s could not be loaded: %s", place.name, adapter, error)
-            hide_folder(error, folder, adapter)
             raise
         place.adapters = (*place.adapters, adapter)
         event(log, "adapter loaded", model=place.name, adapter=adapter)
@@ -529,7 +527,7 @@ class ModelPool:
 
     def _place(self, name: str) -> _Place:
         if name not in self._places:
-            raise UsageError(f"there is no model {format_value(name)}; expected one of {', '.join(self._places)}")
+            raise UsageError("model", f"is {format_value(name)}, expected one of {', '.join(self._places)}")
         return self._places[name]
 
     def _refuse_closed(self) -> None:

@@ -180,8 +180,10 @@ def check_memory(folder: Path, driver: Driver, memory: DeviceMemory, positions: 
     fits = largest(positions, memory.total, free)
     advice = f"build with --max-context {fits}" if fits else "use a smaller precision or model"
     raise ResourceError(
-        f"{folder}: to run one row of {positions} positions it needs {-(-needed // MB)} MB of GPU memory, {free // MB} "
-        f"MB are free on {driver.device.name}; free some, or {advice}"
+        f"to run one row of {positions} positions it needs {-(-needed // MB)} MB of GPU memory, "
+        f"{free // MB} MB are free on {driver.device.name}",
+        f"free some, or {advice}",
+        path=folder,
     )
 
 

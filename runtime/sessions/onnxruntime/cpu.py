@@ -65,7 +65,7 @@ class OnnxRuntimeSession(Session):
         self._headless: set[str] = {phase for phase, end in ends.items() if end == LOGIT_ROWS}
         lost = self._headless and not _takes(self._head, LOGIT_ROWS)
         if lost or (manifest.stage.is_last and "" in ends.values()):
-            raise BundleError(f"{folder}: its graphs do not give logits; build the bundle again")
+            raise BundleError("its graphs do not give logits", "build the bundle again", path=folder)
         self._options = runtime.RunOptions()
         on_leaving(self, partial(setattr, self._options, "terminate", True))
         self._bound = _Bound()
@@ -352,7 +352,7 @@ def _open_sessions(
         options.graph_optimization_level = level
         for key, value in config:
             options.add_session_config_entry(key, value)
-        with translate_errors(f"{path}: loading"):
+        with translate_errors("loading", path):
             return inference_session(runtime, str(path), options)
 
     with ThreadPoolExecutor(len(paths)) as pool:
@@ -379,13 +379,15 @@ def _of_engine(error: Exception) -> bool:
 
 
 @contextmanager
-def translate_errors(doing: str) -> Iterator[None]:
+def translate_errors(doing: str, path: Path | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         if isinstance(error, LlmcError) or not _of_engine(error):
             raise
         if isinstance(error, MemoryError) or "bad_alloc" in str(error) or "Failed to allocate memory" in str(error):
-            raise ResourceError(f"{doing} ran out of memory; use a smaller --max-context or a smaller model") from error
+            raise ResourceError(
+                f"{doing} ran out of memory", "use a smaller --max-context or a smaller model", path=path
+            ) from error
         reason = " ".join(str(error).split())[:300]
-        raise BundleError(f"{doing} failed in ONNX Runtime ({reason}); build the bundle again") from error
+        raise BundleError(f"{doing} failed in ONNX Runtime ({reason})", "build the bundle again", path=path) from error

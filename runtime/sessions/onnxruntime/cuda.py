@@ -134,7 +134,7 @@ class CudaSession(DeviceSession):
         del self._graph
 
     def _translate_errors(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        return translate_errors(f"{self._folder}: {doing}")
+        return translate_errors(doing, self._folder)
 
     # ------------------------------------------------------------------------------------------------- running
 

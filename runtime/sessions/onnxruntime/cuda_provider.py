@@ -164,8 +164,10 @@ def check_placement(file: Path, session: Any, said: str) -> None:
     if PROVIDER not in session.get_providers():
         reason = said or "its own messages, above, say why"
         raise GpuError(
-            f"{file}: ONNX Runtime could not load its CUDA provider ({reason}); install the CUDA libraries that it was "
-            "built for, for example with pip install 'onnxruntime-gpu[cuda,cudnn]', and see llmc doctor"
+            f"ONNX Runtime could not load its CUDA provider ({reason})",
+            "install the CUDA libraries that it was built for, for example with pip install "
+            "'onnxruntime-gpu[cuda,cudnn]', and see llmc doctor",
+            path=file,
         )
     parts = session.get_provider_graph_assignment_info()
     astray = {node.op_type for part in parts if part.ep_name != PROVIDER for node in part.get_nodes()} - HOST_OPERATORS
@@ -255,9 +257,9 @@ class Binding:
 
 
 @contextlib.contextmanager
-def translate_errors(doing: str) -> Iterator[None]:
+def translate_errors(doing: str, path: Path | None = None) -> Iterator[None]:
     """Turn what ONNX Runtime raises into ResourceError, GpuError or BundleError."""
-    with translated_for_cpus(doing):
+    with translated_for_cpus(doing, path):
         try:
             yield
         except LlmcError:
@@ -266,11 +268,13 @@ def translate_errors(doing: str) -> Iterator[None]:
             text, line = str(error), _line(error)
             if any(words in text for words in NO_MEMORY):
                 raise ResourceError(
-                    f"{doing} ran out of GPU memory ({line}); use fewer rows, a smaller context or a smaller model"
+                    f"{doing} ran out of GPU memory ({line})",
+                    "use fewer rows, a smaller context or a smaller model",
+                    path=path,
                 ) from error
             if FAILURE.search(text) is None:
                 raise
-            raise GpuError(f"{doing} failed on the GPU ({line}); see llmc doctor") from error
+            raise GpuError(f"{doing} failed on the GPU ({line})", "see llmc doctor", path=path) from error
 
 
 def _line(error: Exception) -> str:

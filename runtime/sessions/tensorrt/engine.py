@@ -25,7 +25,7 @@ def require_config(folder: Path, manifest: Manifest) -> EngineConfig:
     """The config of the bundle's engine, which must have been built."""
     config = manifest.engine
     if config is None or not config.file:
-        raise BundleError(f"{folder}: its engine has not been built; build it on this machine: {_remedy(folder)}")
+        raise BundleError("its engine has not been built", f"build it on this machine: {_remedy(folder)}", path=folder)
     return config
 
 
@@ -34,18 +34,20 @@ def check_machine(folder: Path, manifest: Manifest, config: EngineConfig, librar
     installed, found = library_version(library), f"{device.name} has {device.compute_capability}"
     if not lists_gpu(library, device.compute_capability):
         raise GpuError(
-            f"{folder}: {manifest.target.engine} {installed} runs on compute capability "
-            f"{', '.join(nameable_gpus(library))} and newer, {found}; build for the target tensorrt or cuda"
+            f"{manifest.target.engine} {installed} runs on compute capability "
+            f"{', '.join(nameable_gpus(library))} and newer, {found}",
+            "build for the target tensorrt or cuda",
+            path=folder,
         )
     built, here = config.platform, platform_name()
     if built != here:
-        raise BundleError(f"{folder}: its engine was built for {built}, this is {here}; {_remedy(folder)}")
+        raise BundleError(f"its engine was built for {built}, this is {here}", _remedy(folder), path=folder)
     name, built = manifest.target.engine, manifest.target.engine_version
     if version(installed) != version(built):
-        raise BundleError(f"{folder}: its engine was built by {name} {built}, here is {installed}; {_remedy(folder)}")
+        raise BundleError(f"its engine was built by {name} {built}, here is {installed}", _remedy(folder), path=folder)
     if not config.fits_gpu(device.compute_capability):
         raise BundleError(
-            f"{folder}: its engine was built for compute capability {config.gpus}, {found}; {_remedy(folder)}"
+            f"its engine was built for compute capability {config.gpus}, {found}", _remedy(folder), path=folder
         )
 
 
@@ -71,7 +73,7 @@ class Engine:
         if native is None:
             said = last_error(messages) or "it said nothing"
             name = f"{library.__name__} {library_version(library)}"
-            raise BundleError(f"{folder}: {name} refuses {file.name} ({said}); {_remedy(folder)}")
+            raise BundleError(f"{name} refuses {file.name} ({said})", _remedy(folder), path=folder)
         self.native = native
         self._kernels: Kernels | None = None
 
@@ -109,7 +111,7 @@ class Engine:
             source = self.native.get_aliased_input_tensor(name) or ""
             if source != name.replace("present", "past_key_values", 1):
                 raise BundleError(
-                    f"{self._folder}: {name} is updated in place of {source or 'nothing'}; {_remedy(self._folder)}"
+                    f"{name} is updated in place of {source or 'nothing'}", _remedy(self._folder), path=self._folder
                 )
 
     def close(self) -> None:

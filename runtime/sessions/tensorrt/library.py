@@ -117,7 +117,7 @@ def load_library(engine: str) -> Any:
         GpuError: it is too old, or cannot be imported.
     """
     if engine not in LIBRARIES:
-        raise UsageError(f"engine {engine!r} has no library of TensorRT's kind; expected {' or '.join(LIBRARIES)}")
+        raise UsageError("engine", f"is {engine!r}, expected {' or '.join(LIBRARIES)}")
     wanted = LIBRARIES[engine]
     library = _import_library(wanted, engine)
     found = library_version(library)
