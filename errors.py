@@ -51,7 +51,7 @@ class LlmcError(Exception):
     """Base of all errors that llmc raises on purpose.
 
     Attributes:
-        problem: what was found, and what was expected.
+        problem: what was found, and what was expected. It does not name the path.
         advice: what to do, or empty.
         parameter: the parameter at fault, such as ``messages[0].content``, or empty.
         path: the file or folder that the problem is about, or None.
@@ -60,9 +60,7 @@ class LlmcError(Exception):
     exit_code = 1
     names_parameter = False  # True if the sentence begins with the parameter
 
-    def __init__(
-        self, problem: str = "", advice: str = "", *, parameter: str = "", path: str | Path | None = None
-    ) -> None:
+    def __init__(self, problem: str = "", advice: str = "", *, parameter: str = "", path: Path | None = None) -> None:
         self.problem = problem
         self.advice = advice
         self.parameter = parameter
@@ -71,19 +69,16 @@ class LlmcError(Exception):
     def __str__(self) -> str:
         return self.sentence()
 
-    def sentence(self, *, parameter: str | None = None, path: str | None = None) -> str:
-        """The message, made :func:`printable`, with the caller's names of the parameter and of the path."""
+    def sentence(self, parameter: str | None = None) -> str:
+        """The message, made :func:`printable`, with the caller's name of the parameter."""
         subject = self.parameter if parameter is None else parameter
-        place = str(self.path) if path is None else path
         said = f"{subject} {self.problem}" if self.names_parameter else self.problem
         said = f"{said}; {self.advice}" if self.advice else said
-        return printable(said if self.path is None else f"{place}: {said}")
+        return printable(f"{self.path}: {said}" if self.path else said)
 
 
-def _about_parameter(
-    self: LlmcError, parameter: str, problem: str, advice: str = "", *, path: str | Path | None = None
-) -> None:
-    """Constructor of errors about one parameter.
+class UsageError(LlmcError):
+    """A parameter is out of its range or contradicts another one.
 
     Args:
         parameter: its name, with which the sentence begins.
@@ -91,15 +86,12 @@ def _about_parameter(
         advice: what to do.
         path: the file that the parameter is a key of; None for an argument.
     """
-    LlmcError.__init__(self, problem, advice, parameter=parameter, path=path)
-
-
-class UsageError(LlmcError):
-    """A parameter is out of its range or contradicts another one."""
 
     exit_code = 2
     names_parameter = True
-    __init__ = _about_parameter
+
+    def __init__(self, parameter: str, problem: str, advice: str = "", *, path: Path | None = None) -> None:
+        super().__init__(problem, advice, parameter=parameter, path=path)
 
 
 class CheckpointError(LlmcError):
@@ -143,10 +135,12 @@ class ProcessorError(RequestError):
 
 
 class GrammarError(RequestError):
-    """A grammar cannot be compiled, or leaves no token to choose."""
+    """A grammar cannot be compiled, or leaves no token to choose; ``parameter`` is what it came in."""
 
     names_parameter = True
-    __init__ = _about_parameter
+
+    def __init__(self, parameter: str, problem: str, advice: str = "") -> None:
+        super().__init__(problem, advice, parameter=parameter)
 
 
 class NonFiniteError(RequestError):

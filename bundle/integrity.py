@@ -27,7 +27,9 @@ def verify_files(folder: Path, manifest: Manifest) -> Iterator[str]:
         try:
             found = sha256_file(folder / name)
         except (OSError, ValueError) as error:
-            raise BundleError(f"{name} cannot be read ({error})", "build the bundle again", path=folder) from error
+            raise BundleError(
+                f"{name} cannot be read ({getattr(error, 'strerror', error)})", "build the bundle again", path=folder
+            ) from error
         if found != entry.sha256:
             raise _corrupt(folder, name)
         yield name
@@ -69,7 +71,9 @@ def verify_samples(folder: Path, manifest: Manifest, chance: random.Random) -> I
             yield name
     except (OSError, ValueError) as error:
         raise BundleError(
-            f"its files cannot be read ({error})", "copy or build the bundle again", path=folder
+            f"its files cannot be read ({getattr(error, 'strerror', error)})",
+            "copy or build the bundle again",
+            path=folder,
         ) from error
 
 

@@ -63,8 +63,8 @@ def _list_names(command: click.Command) -> dict[str, str]:
     parts = command.commands.values() if isinstance(command, click.Group) else ()
     names = {name: shown for part in parts for name, shown in _list_names(part).items()}
     for parameter in command.params:
-        shown = max(parameter.opts, key=len) if isinstance(parameter, click.Option) else parameter.human_readable_name
-        names[parameter.name or shown] = shown
+        name = parameter.name or ""
+        names[name] = max(parameter.opts, key=len) if isinstance(parameter, click.Option) else name.upper()
     return names
 
 

@@ -31,7 +31,8 @@ def bundle_path(text: str) -> Path:
     try:
         refuse_other(Path(text))
     except BundleError as error:
-        raise click.BadParameter(str(error)) from error
+        error.exit_code = 2
+        raise
     return Path(text)
 
 

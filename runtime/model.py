@@ -179,11 +179,11 @@ def _check_options(
     row_limit(manifest, options)
     kept = [name for name in PREFIX_OPTIONS if given.get(name)]
     if manifest.geometry.diffusion and kept:
-        raise UsageError(kept[0], f"is for a bundle that keeps prefixes, and {folder} fills masks", "leave it out")
+        raise UsageError(kept[0], "is for a bundle that keeps prefixes, and this one fills masks", "leave it out")
     if options.determinism is Determinism.STRICT and context < SHORTEST_STRICT:
         raise UsageError("max_context", f"is {context}, expected {SHORTEST_STRICT} or more with determinism 'strict'")
     if manifest.geometry.encoder and given.keys() - ({"draft"} if given.get("draft") == "auto" else set()):
-        raise UsageError(next(iter(given)), f"is for a bundle that generates, and {folder} does not", "leave it out")
+        raise UsageError(next(iter(given)), "is for a bundle that generates, and this one does not", "leave it out")
 
 
 def verify(
@@ -777,7 +777,7 @@ def make_engine(model: Model, options: EngineOptions, memory: int | None) -> Eng
     if manifest.geometry.head is not None:
         raise UsageError(
             "bundle",
-            f"{model.folder} is a draft head, which generates nothing alone",
+            "is a draft head, which generates nothing alone",
             f"load the model that it is for, with draft='{model.folder}'",
         )
     if options.draft == "auto":
@@ -842,7 +842,9 @@ def make_drafter(model: Model, options: EngineOptions) -> Drafter | None:
     draft = load(options.draft, threads=model.threads, self_test=False)
     try:
         if draft.manifest.geometry.diffusion or draft.manifest.geometry.encoder:
-            raise DraftError(f"{draft.folder} does not go on token by token, as a draft model must; name another one")
+            raise DraftError(
+                "this model does not go on token by token, as a draft model must", "name another one", path=draft.folder
+            )
         borrows = draft.manifest.geometry.borrows
         kind = AssistantDrafter if borrows else HeadDrafter if draft.manifest.geometry.head else ModelDrafter
         return kind(draft, model)

@@ -55,7 +55,7 @@ def open_engine(folder: Path, manifest: Manifest, threads: int, device: int = 0)
         )
     module, _, attribute = ENGINES[name].partition(":")
     if device and manifest.device is None:
-        raise UsageError("device", f"is {device}, but {folder} runs on the CPU", "leave it out")
+        raise UsageError("device", f"is {device}, but this bundle runs on the CPU", "leave it out")
     chosen = {"device": device} if device else {}
     session: Session = getattr(importlib.import_module(module), attribute)(folder, manifest, threads, **chosen)
     return session

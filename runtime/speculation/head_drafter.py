@@ -42,9 +42,10 @@ class HeadDrafter(ModelDrafter):
         given = target.manifest.hidden, target.manifest.geometry.hidden_size
         if given != (head.borders, head.width):
             raise DraftError(
-                f"{model.folder} is a draft head that reads {head.width} values after each of {list(head.borders)} "
-                f"layers, {target.folder} gives {given[1]} after each of {list(given[0])}; build it with --head and "
-                "the head's export"
+                f"this draft head reads {head.width} values after each of {list(head.borders)} layers, the model gives "
+                f"{given[1]} after each of {list(given[0])}",
+                "build the model with --head and the head's export",
+                path=model.folder,
             )
         self._row_width, self._given = width, width - head.own_width
 
@@ -124,9 +125,10 @@ class AssistantDrafter(HeadDrafter):
         known = {replace(cache, lent=False) for cache in mine} <= {*target.manifest.geometry.caches}
         if not known or kinds[0] != kinds[1]:
             raise DraftError(
-                f"{model.folder} reads caches of layers {' and '.join(it.name for it in mine)} in {kinds[0]}, "
-                f"{target.folder} has {'them' if known else 'others'} in {kinds[1]}; export the head --of that model, "
-                "and build both with one type of cache, float32 or float16"
+                f"this draft head reads caches of layers {' and '.join(it.name for it in mine)} in {kinds[0]}, "
+                f"the model has {'them' if known else 'others'} in {kinds[1]}",
+                "export the head --of that model, and build both with one type of cache, float32 or float16",
+                path=model.folder,
             )
         self._session.borrow(target.runner.session.cache)
         self._seen: dict[int, tuple[Any, int, Floats]] = {}

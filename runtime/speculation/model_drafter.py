@@ -150,8 +150,10 @@ def check_same_tokenizer(draft: Any, target: Any) -> None:
     for token in sorted(theirs.keys() | ours.keys()):
         if theirs.get(token) != ours.get(token):
             raise DraftError(
-                f"{draft.folder} has another tokenizer than {target.folder}, expected the same one: {token} is "
-                f"{theirs.get(token)!r}, there {ours.get(token)!r}; draft with a model of the same family"
+                f"this draft model has another tokenizer than the model, expected the same one: {token} is "
+                f"{theirs.get(token)!r}, there {ours.get(token)!r}",
+                "draft with a model of the same family",
+                path=draft.folder,
             )
 
 

@@ -39,7 +39,8 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize(
-    ("option", "said"), [("--source", "the checkpoint is not quantized"), ("--max-context=9999", "max_context is 9999")]
+    ("option", "said"),
+    [("--source", "the checkpoint is not quantized"), ("--max-context=9999", "--max-context is 9999")],
 )
 def test_what_does_not_suit_the_model_is_refused_before_the_export(
     llmc, library, tiny_checkpoint, tmp_path, option, said
@@ -111,7 +112,7 @@ def test_a_recipe_that_is_nowhere_is_refused_with_the_names_there_are(
 ):
     ran = llmc("build", export_folder, "-o", "out", "--recipe", name)
     assert (ran.code, library.built) == (2, [])
-    assert f"no recipe {name!r}: neither a file nor one of " in ran.err
+    assert f"--recipe is {name!r}, expected a file or one of " in ran.err
     assert "int4, " in ran.err
 
 

@@ -73,7 +73,7 @@ def test_every_choice_of_the_engine_reaches_the_library(llmc: Any, library: Any,
     ("arguments", "message"),
     [
         (["--bf16", "--int8"], "--bf16 and --int8 contradict each other"),
-        (["--target", "gpu"], "target 'gpu' is unknown; expected one of cpu, cuda, tensorrt, tensorrt-rtx"),
+        (["--target", "gpu"], "--target is 'gpu', expected one of cpu, cuda, tensorrt, tensorrt-rtx"),
         (
             ["--target", "tensorrt-rtx", "--deferred", "--compute-capabilities", "8.9"],
             "a deferred engine is for the GPU",

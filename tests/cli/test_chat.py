@@ -167,7 +167,11 @@ def test_an_answer_that_cannot_be_streamed_is_printed_whole(talk, model: FakeMod
 
 @pytest.mark.parametrize(
     ("options", "found"),
-    [(("--n", 3), "--n or"), (("--num-return-sequences", 2), "--num-return-sequences ask"), (("--logprobs", 1), "1,")],
+    [
+        (("--n", 3), "--n asks"),
+        (("--num-return-sequences", 2), "--num-return-sequences asks"),
+        (("--logprobs", 1), "1,"),
+    ],
 )
 def test_what_gives_several_answers_or_only_json_is_refused(talk, model: FakeModel, options: tuple, found: str):
     ran = talk("Hello", options=options)
@@ -207,7 +211,7 @@ def test_a_full_context_is_told_with_what_a_chat_can_do(talk, model: FakeModel):
 
 
 def test_a_parameter_that_cannot_be_ends_the_talk_for_a_person_too(talk, model: FakeModel):
-    model.between = failing(UsageError("top_p is 2.0, expected less"))
+    model.between = failing(UsageError("top_p", "is 2.0, expected less"))
     ran = talk("Hello", "Again", terminal=True)
     assert (ran.code, len(model.asked)) == (2, 1)
     assert ran.err.endswith("llmc: error: --top-p is 2.0, expected less\n")
@@ -226,14 +230,14 @@ def test_a_line_that_does_not_end_is_refused(talk, model: FakeModel, monkeypatch
     monkeypatch.setattr("llmc.cli.reading.MIN_STDIN_BYTES", 10)
     ran = talk("a" * (128 * 64 - 1), "a" * (128 * 64 + 1))
     assert (ran.code, len(model.asked)) == (2, 1)
-    assert "a line on stdin has more than 8,192 bytes" in ran.err
+    assert "stdin has a line of more than 8,192 bytes" in ran.err
 
 
 def test_a_script_that_is_not_utf8_is_refused(llmc, model: FakeModel, tmp_path: Path):
     (tmp_path / "llmc.json").write_text("{}")
     ran = llmc("chat", tmp_path, stdin=b"Hello\ncaf\xe9\n")
     assert (ran.code, ran.out) == (2, "ab\n")
-    assert "a line on stdin is not valid UTF-8 (byte 0xe9 at position 3)" in ran.err
+    assert "stdin is not valid UTF-8 (byte 0xe9 at position 3 of a line)" in ran.err
 
 
 # ------------------------------------------------------------------------------------------------------------ files
@@ -289,10 +293,10 @@ def test_parameters_change_during_a_talk(talk, model: FakeModel):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("/temperature -1", "--temperature is -1.0, expected"),
+        ("/temperature -1", "temperature is -1.0, expected"),
         ("/temperature warm", "'warm' is not a valid float"),
-        ("/set repeat_penalty 1.1", "there is no parameter 'repeat_penalty'; did you mean --repetition-penalty?"),
-        ("/n 2", "--n or --num-return-sequences ask for several outputs"),
+        ("/set repeat_penalty 1.1", "repeat_penalty is no parameter; did you mean repetition_penalty?"),
+        ("/n 2", "n asks for several outputs"),
         ("/logprobs 2", "which only llmc run with --json shows"),
     ],
 )
@@ -314,7 +318,7 @@ def test_a_model_without_a_chat_template_is_refused_before_anything_is_typed(tal
     model.__class__ = Plain
     ran = talk("Hello")
     assert (ran.code, ran.out, model.asked) == (1, "", [])
-    assert "no chat template; pass a prompt instead of messages: llmc run tiny -p TEXT completes one" in ran.err
+    assert "no chat template; pass a prompt instead of messages; llmc run tiny -p TEXT completes" in ran.err
 
 
 def test_a_saved_conversation_goes_on_where_it_was(talk, model: FakeModel, tmp_path: Path):
@@ -352,7 +356,7 @@ def test_other_files_are_not_overwritten(talk, model: FakeModel, tmp_path: Path,
     before = file.read_bytes()
     ran = talk("Hello", f"/save {file}")
     assert ran.code == 2
-    assert f"{file} exists and is no saved conversation; choose another file" in ran.err
+    assert f"{file} exists and is no saved conversation; choose another one" in ran.err
     assert file.read_bytes() == before
     assert {path.name for path in tmp_path.iterdir()} == {"bundle", "precious"}
 

@@ -17,7 +17,7 @@ def test_run_takes_its_parameters_and_refuses_others_by_name(llmc, diffusion_mod
     found = re.fullmatch(said, stats)
     assert found and 0 < float(found[2]) < 20 / (float(found[1]) - 0.001), stats  # one digit less than it prints
     refused = llmc(*asked, "--num-beams", 2)
-    assert refused.code == 2 and "--num-beams=2 cannot be had of a diffusion model" in refused.err
+    assert refused.code == 2 and "--num-beams is 2, which a diffusion model cannot have" in refused.err
 
 
 def test_eval_compares_all_tokens_with_half_of_them_hidden(llmc, diffusion_models: Path):

@@ -169,7 +169,7 @@ def test_more_than_the_checkpoint_allows_is_named_by_its_option(llmc, tiny_expor
     assert (planned.code, planned.err) == (2, f"llmc: error: --max-context is {limit}\n")
     built = llmc("build", tiny_export, "-o", tmp_path / "out", "--max-context", context)
     assert (built.code, list(tmp_path.iterdir())) == (2, [])
-    assert f"max_context is {limit}; change --max-context, or max_context in the recipe" in built.err
+    assert f"--max-context is {limit}; change it, or max_context in the recipe" in built.err
 
 
 def test_a_bundle_is_planned_without_what_builds(tiny_bundle: Path):
@@ -268,7 +268,7 @@ def test_what_is_said_of_a_gpu_is_refused_where_none_is_planned_for(
     for path in (tiny_export, tiny_bundle):
         ran = llmc("plan", path, *flags)
         assert (ran.code, ran.out) == (2, "")
-        assert f"{flags[0]} is for a GPU, and none is planned for; leave it out, or give a --target" in ran.err
+        assert "memory is for a GPU, and none is planned for; leave it out, or give a --target" in ran.err
 
 
 def test_of_a_gpu_that_nobody_knows_nothing_is_said_to_fit(llmc: Any, tiny_export: Path, probed: Callable[..., None]):

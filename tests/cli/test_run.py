@@ -14,7 +14,6 @@ import pytest
 
 from llmc.cli import options
 from llmc.cli.chat import chat_command
-from llmc.cli.options import with_flags
 from llmc.cli.run import run_command
 from llmc.errors import RequestError
 from llmc.runtime import GenerationResult, Output, SamplingParams, Timings, Usage
@@ -214,24 +213,6 @@ def test_a_value_that_cannot_be_read_is_refused_with_its_flag(
     assert ran.err.startswith(f"llmc: error: Invalid value for {sentence}")
 
 
-@pytest.mark.parametrize(
-    ("message", "shown"),
-    [
-        ("top_p is 2.0, expected more", "--top-p is 2.0, expected more"),
-        ("n=3 needs temperature above 0", "--n=3 needs temperature above 0"),
-        ("seed is -1, expected an integer; set on_overflow", "--seed is -1, expected an integer; set --on-overflow"),
-        ("build with a larger --max-batch", "build with a larger --max-batch"),
-        ("my_top_p and stop", "my_top_p and stop"),
-        ('stop is ("a \\" top_p is", 3), top_p is', '--stop is ("a \\" top_p is", 3), --top-p is'),
-        ("the checkpoint's top_p and that model's top_k", "the checkpoint's --top-p and that model's --top-k"),
-        ("regex cannot be enforced", "--regex cannot be enforced"),
-        ("temperature 0, seed -1: expected", "--temperature 0, --seed -1: expected"),
-    ],
-)
-def test_errors_of_the_library_name_flags(message: str, shown: str):
-    assert with_flags(message, FIELDS) == shown
-
-
 # ----------------------------------------------------------------------------------------------------------- output
 
 
@@ -287,7 +268,7 @@ def test_stdin_is_the_prompt_without_its_last_newline(llmc, model: FakeModel, tm
 def test_stdin_that_is_not_utf8_is_refused_with_the_byte(llmc, model: FakeModel, tmp_path: Path):
     ran = llmc("run", tmp_path, stdin=b"caf\xe9 au lait")
     assert (ran.code, ran.out) == (2, "")
-    assert ran.err.startswith("llmc: error: the prompt on stdin is not valid UTF-8 (byte 0xe9 at position 3)")
+    assert ran.err.startswith("llmc: error: stdin is not valid UTF-8 (byte 0xe9 at position 3 of a prompt)")
     assert model.loaded == {}
 
 
@@ -298,7 +279,7 @@ def test_more_than_the_context_can_hold_is_refused_before_it_is_all_read(
     assert llmc("run", tmp_path, stdin=b"a" * 128 * 64).code == 0
     ran = llmc("run", tmp_path, stdin=b"a" * (128 * 64 + 1))
     assert (ran.code, len(model.asked)) == (2, 1)
-    assert "the prompt on stdin has more than 8,192 bytes" in ran.err
+    assert "stdin has a prompt of more than 8,192 bytes" in ran.err
     assert sys.stdin.buffer.tell() == 128 * 64 + 1
 
 
@@ -332,7 +313,7 @@ def test_ctrl_c_while_streaming_closes_the_model(llmc, model: FakeModel, tmp_pat
 
 def test_a_terminal_without_a_prompt_is_told_how_to_give_one(llmc, model: FakeModel, tmp_path: Path):
     ran = llmc("run", tmp_path, terminal=True)
-    assert (ran.code, ran.err) == (2, "llmc: error: no prompt: give one with -p, or pipe one to stdin\n")
+    assert (ran.code, ran.err) == (2, "llmc: error: --prompt is missing; give one with -p, or pipe one to stdin\n")
 
 
 def test_chat_on_a_terminal_is_a_conversation(llmc, model: FakeModel, tmp_path: Path):

@@ -56,14 +56,14 @@ def test_flags_go_before_the_file(llmc, served: list[ServerConfig], tmp_path: Pa
     [
         (["--port", "70000"], "--port is 70000, expected 0 ... 65535"),
         (["--host", "0.0.0.0"], "--host is '0.0.0.0', which other machines reach, and no key would be asked for"),
-        (["--host", "0.0.0.0"], "give --keys-file or, if everybody may use the service, --allow-no-keys"),
-        (["--tls-cert", "c"], "--tls-cert is given without --tls-key"),
+        (["--host", "0.0.0.0"], "give keys_file or, if everybody may use the service, allow_no_keys"),
+        (["--tls-cert", "c"], "--tls-cert is given without tls_key"),
         (["--max-body-bytes", "big"], "'big' is no size"),
         (["--config", "none.toml"], "'none.toml' does not exist"),
-        (["a=x", "a=y"], "two bundles are called 'a'"),
+        (["a=x", "a=y"], "BUNDLES has the name 'a' twice"),
         (["a b=x"], "models has the name 'a b', expected letters, digits and . _ : / + @ -"),
-        ([""], "the bundle '' names no folder"),
-        (["a="], "the bundle 'a=' names no folder"),
+        ([""], "BUNDLES has '', which names no folder"),
+        (["a="], "BUNDLES has 'a=', which names no folder"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_the_flag(llmc, served: list[ServerConfig], arguments: list[str], message: str):

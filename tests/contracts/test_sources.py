@@ -5,6 +5,8 @@ import io
 import tokenize
 from pathlib import Path
 
+from llmc import errors
+
 ROOT = Path(__file__).parents[2]
 ROOMS = ("cli", "export", "optimize", "runtime", "recipes", "tests")
 MODULES = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))])
@@ -58,3 +60,30 @@ def code_mentions(path: Path, word: str) -> list[str]:
 def test_telemetry_is_only_ever_switched_off():
     for path in PRODUCT:
         assert set(code_mentions(path, "telemetry")) <= {'"ORT_DISABLE_TELEMETRY"'}, path
+
+
+def read_sentences(source: str) -> list[int]:
+    """Lines that search, compare or take apart the sentence of an error of llmc's, which carries its parts."""
+    found = []
+    for handler in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ExceptHandler) and node.type):
+        kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+        if not any(hasattr(errors, ast.unparse(kind)) for kind in kinds):
+            continue
+        for node in ast.walk(handler):
+            read = [node.value] if isinstance(node, ast.Attribute) else []
+            read += [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            read += node.args if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("re.") else []
+            found += [it.lineno for it in read if ast.unparse(it) == f"str({handler.name})"]
+    return found
+
+
+def test_no_code_reads_the_sentence_of_an_error():
+    found = {path: read_sentences(path.read_text(encoding="utf-8")) for path in PRODUCT}
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+def test_code_that_reads_a_sentence_would_be_found():
+    uses = "re.sub('a', '', str(e))", "str(e).partition(' ')", "'a' in str(e)"
+    source = "try: pass\nexcept (UsageError, OSError) as e:\n" + "".join(f"    {use}\n" for use in uses)
+    assert read_sentences(source) == [3, 4, 5]
+    assert read_sentences(source.replace("UsageError", "ValueError")) == []

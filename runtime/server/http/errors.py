@@ -21,6 +21,7 @@ from llmc.errors import (
     RequestError,
     ResourceError,
     UsageError,
+    printable,
 )
 
 log = logging.getLogger(__name__)
@@ -96,20 +97,26 @@ class ApiError(Exception):
 
 
 def from_llmc(error: ApiError | LlmcError, names: Mapping[str, str] = MappingProxyType({})) -> ApiError:
-    """The answer to a request that llmc could not serve; an ApiError stays as it is. Clients learn no folder and no
-    file of the server: what is wrong with a bundle or a GPU is in the log alone.
+    """The answer to a request that llmc could not serve; an ApiError stays as it is.
     ``names``: the dialect's own names of parameters, by llmc's; ``prompt`` is that of what the model reads."""
     if isinstance(error, ApiError):
         return error
     status = next((status for kind, status in STATUSES if isinstance(error, kind)), None)
     if status is None:
-        log.error("a request failed: %s: %s", type(error).__name__, error)
-        return ApiError(500, f"the model cannot be used now ({type(error).__name__}); the server's log says why")
+        log.error("a request failed: %s", error)
     retry = RETRY_AFTER_S if status in (429, 503) else None
     param = rename_place(error.parameter, names)
     code = "queue_full" if status == 429 else "context_length_exceeded" if isinstance(error, ContextError) else None
-    said = error.sentence(parameter=param, path="the model")
-    return ApiError(status, said, param=param or None, code=code, retry_after_s=retry)
+    said = f"the model: {hide_path(error)}" if status is None or error.path else error.sentence(param)
+    return ApiError(status or 500, said, param=param or None, code=code, retry_after_s=retry)
+
+
+def hide_path(error: Exception) -> str:
+    """What is wrong, for clients, who may not learn the server's folders: the problem if the error has its path apart,
+    and for any other error its class."""
+    if isinstance(error, LlmcError) and error.path:
+        return printable(error.problem)
+    return f"{type(error).__name__}; the server's log says more"
 
 
 def rename_place(place: str, names: Mapping[str, str]) -> str:

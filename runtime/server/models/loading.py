@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc.bundle import Manifest, publication, read_bundle
-from llmc.errors import BundleError, LlmcError, RequestError, UsageError, text_of
+from llmc.errors import BundleError, RequestError, UsageError
 from llmc.runtime.api.options import PREFIX_OPTIONS, EngineOptions, row_limit
 from llmc.runtime.model import MemoryNeed, Model, load, memory_need
 from llmc.runtime.sessions.staged import plan_together, read_stages
@@ -76,7 +76,8 @@ class Loader:
                 options["tool_format"] = tool_format
             model = load(folder, memory=memory, adapters=adapters, **options)
         except (UsageError, RequestError) as error:  # the latter of a draft
-            raise BundleError(f"cannot be loaded with the options of this service: {error}", path=folder) from error
+            said = f"{error.parameter} {error.problem}".lstrip()
+            raise BundleError(f"it cannot be loaded with the options of this service: {said}", path=folder) from error
         try:
             if not model.manifest.geometry.encoder:
                 _ = model.engine  # a draft that does not fit is refused now
@@ -86,8 +87,3 @@ class Loader:
             model.close()
             raise
         return model
-
-
-def reason_of(error: Exception) -> str:
-    """Why a model could not be loaded, for its operator."""
-    return str(error) if isinstance(error, LlmcError) else text_of(error)

@@ -12,12 +12,22 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from llmc.bundle import Manifest, list_adapters, publication
-from llmc.errors import BundleError, EngineClosedError, GpuError, LlmcError, ResourceError, UsageError, format_value
+from llmc.errors import (
+    BundleError,
+    EngineClosedError,
+    GpuError,
+    LlmcError,
+    ResourceError,
+    UsageError,
+    format_value,
+    text_of,
+)
 from llmc.runtime.model import MemoryNeed, Model, default_memory
 from llmc.runtime.observe.logs import event
 from llmc.runtime.server.http.accounts import allows_model
+from llmc.runtime.server.http.errors import hide_path
 from llmc.runtime.server.http.logs import note
-from llmc.runtime.server.models.loading import Loader, reason_of
+from llmc.runtime.server.models.loading import Loader
 from llmc.runtime.text.chat_template import has_template
 
 log = logging.getLogger(__name__)
@@ -291,7 +301,12 @@ class ModelPool:
             model = await self._load_model(place, folder, share, adapters)
         except Exception as error:
             place.failure = _Failure(error, folder, published, time.monotonic() + RETRY_S)
-            log.error("%s: %s could not be loaded: %s", place.name, folder, reason_of(error))
+            log.error(
+                "%s: %s could not be loaded: %s",
+                place.name,
+                folder,
+                error if isinstance(error, LlmcError) else text_of(error),
+            )
             raise
         finally:
             place.reserved -= reserved
@@ -347,7 +362,7 @@ class ModelPool:
                     f"{-(-missing // MB)} MB are missing of the {memory // MB} MB that all models may take, "
                     "for others are in use",
                     "try again later, or give more memory",
-                    path=place.name,
+                    path=place.folder,
                 )
 
     def _evict(self, besides: _Place) -> bool:
@@ -570,7 +585,7 @@ def _state(place: _Place) -> ModelState:
         phase = "unloaded" if failure is None else "failed"
     return ModelState(
         phase,
-        None if failure is None else reason_of(failure.error),
+        None if failure is None else hide_path(failure.error),
         sum(loaded.held for loaded in place.all),
         sum(loaded.memory for loaded in place.all),
         sum(loaded.users for loaded in place.all),
@@ -586,5 +601,5 @@ def _refuse_failed(place: _Place) -> None:
         return
     if (failure.folder, failure.published) == (place.folder, publication(place.folder)):
         raise BundleError(
-            f"{place.name} could not be loaded a moment ago: {reason_of(failure.error)}"
+            f"it could not be loaded a moment ago: {hide_path(failure.error)}", path=place.folder
         ) from failure.error

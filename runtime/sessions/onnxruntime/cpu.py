@@ -389,5 +389,5 @@ def translate_errors(doing: str, path: Path | None = None) -> Iterator[None]:
             raise ResourceError(
                 f"{doing} ran out of memory", "use a smaller --max-context or a smaller model", path=path
             ) from error
-        reason = " ".join(str(error).split())[:300]
-        raise BundleError(f"{doing} failed in ONNX Runtime ({reason})", "build the bundle again", path=path) from error
+        where, reason = f"{path}: " if path else "", " ".join(str(error).split())[:300]
+        raise BundleError(f"{where}{doing} failed in ONNX Runtime ({reason})", "build the bundle again") from error

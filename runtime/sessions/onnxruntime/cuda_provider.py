@@ -164,10 +164,9 @@ def check_placement(file: Path, session: Any, said: str) -> None:
     if PROVIDER not in session.get_providers():
         reason = said or "its own messages, above, say why"
         raise GpuError(
-            f"ONNX Runtime could not load its CUDA provider ({reason})",
+            f"{file}: ONNX Runtime could not load its CUDA provider ({reason})",
             "install the CUDA libraries that it was built for, for example with pip install "
             "'onnxruntime-gpu[cuda,cudnn]', and see llmc doctor",
-            path=file,
         )
     parts = session.get_provider_graph_assignment_info()
     astray = {node.op_type for part in parts if part.ep_name != PROVIDER for node in part.get_nodes()} - HOST_OPERATORS

@@ -281,7 +281,7 @@ TOOLS = [*FEW, {"function": {"name": "find", "parameters": _BAD}}, {"name": "fla
 @pytest.mark.parametrize("form", ["hermes", "llama3", "harmony"])
 def test_only_the_tool_that_cannot_be_enforced_is_loosened_and_only_by_that(form: str):
     plan = plan_of(form, TOOLS, "auto")
-    looser, places = next(plan.loosen_plans(GrammarError("grammar x"), {}, allowed=True))
+    looser, places = next(plan.loosen_plans(GrammarError("grammar", "x"), {}, allowed=True))
     assert places == [f"tools[{place}.properties.q.pattern" for place in ("1].function.parameters", "2].parameters")]
     assert looser.tools[0] == plan.tools[0]
     assert looser.tools[1].schema["properties"] == {"q": {"type": "string", "maxLength": 3}}
@@ -303,7 +303,7 @@ def test_no_schema_of_a_tool_that_need_not_be_called_refuses_a_request(
     form: str, parameters: dict[str, Any], kept: set[str]
 ):
     plan = plan_of(form, [{"name": "x", "parameters": parameters}], "auto")
-    looser, _ = next(plan.loosen_plans(GrammarError("grammar x"), {}, allowed=True))
+    looser, _ = next(plan.loosen_plans(GrammarError("grammar", "x"), {}, allowed=True))
     assert kept <= (looser.tools[0].schema["properties"] or {}).keys()
 
 
@@ -312,7 +312,7 @@ def test_what_restricts_nothing_loosens_nothing(form: str):
     noise = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "x", "x-order": 1, "required": None}
     own = {"type": "string", "x-a": {}, "contentEncoding": "base64", "title": "A", "default": None, "anyOf": None}
     plan = plan_of(form, [{"name": "x", "parameters": {**noise, "properties": {"a": own}}}], "auto")
-    assert next(plan.loosen_plans(GrammarError("grammar x"), {}, allowed=True)) == (plan, [])
+    assert next(plan.loosen_plans(GrammarError("grammar", "x"), {}, allowed=True)) == (plan, [])
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_what_cannot_be_enforced_is_named_by_the_parameter_that_holds_it(
 ):
     plan = plan_of("hermes", TOOLS, choice)
     with pytest.raises(GrammarError, match=reason):
-        next(plan.loosen_plans(GrammarError("grammar x"), given, allowed=allowed))
+        next(plan.loosen_plans(GrammarError("grammar", "x"), given, allowed=allowed))
 
 
 def test_tools_that_are_too_much_together_keep_the_names_of_their_parameters():
@@ -343,7 +343,7 @@ def test_tools_that_are_too_much_together_keep_the_names_of_their_parameters():
 def _all_plans(plan: ChatPlan) -> list[tuple[ChatPlan, list[str]]]:
     found: list[tuple[ChatPlan, list[str]]] = []
     with pytest.raises(GrammarError, match=r"^tools: the grammar of their calls has 70000 characters"):
-        found.extend(plan.loosen_plans(GrammarError("grammar has 70000 characters"), {}, allowed=True))
+        found.extend(plan.loosen_plans(GrammarError("grammar", "has 70000 characters"), {}, allowed=True))
     return found
 
 

@@ -11,10 +11,8 @@ import pytest
 from doubles.serving import serving
 
 from llmc.bundle import read_bundle, write_manifest
-from llmc.errors import BundleError
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.guarded import Guarded
-from llmc.runtime.server.models.loading import hide_folder
 
 ADMIN, BOB, LIMITED = "sk-admin-0123456789", "sk-bob-0123456789abc", "sk-limited-0123456789"
 NOBODY = f'[bob]\nkey = "{BOB}"\n'
@@ -139,13 +137,3 @@ def nobodys(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     running = service(tmp_path_factory.mktemp("nobody"), NOBODY, {"first": tiny_bundle})
     with running as url, httpx.Client(base_url=url, timeout=60, headers=as_key(BOB)) as client:
         yield client
-
-
-def test_a_folder_is_hidden_however_it_is_spelt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "v3").mkdir()
-    (tmp_path / "current").symlink_to("v3")
-    monkeypatch.chdir(tmp_path)
-    for folder in (tmp_path / "current", Path("current"), tmp_path / "v3"):
-        error = BundleError(f"{tmp_path / 'v3' / 'a.json'}: {folder} and '{folder / 'b'}' are broken")
-        hide_folder(error, folder, "tiny")
-        assert str(error) == "tiny/a.json: tiny and 'tiny/b' are broken"

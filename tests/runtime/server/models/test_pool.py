@@ -233,7 +233,7 @@ class TestLoading:
 
     async def test_options_that_do_not_suit_a_bundle_are_not_its_clients_fault(self, make: Make, loader: Loader):
         def refuse(folder: Path) -> None:
-            raise UsageError("max_context is 9, expected 1 ... 8")
+            raise UsageError("max_context", "is 9, expected 1 ... 8")
 
         loader.before = refuse
         with pytest.raises(BundleError, match=r"a cannot be loaded with the options of this service: max_context"):

@@ -134,7 +134,7 @@ def test_a_lost_context_is_said_at_once_from_then_on(session: Idle, driver: Fake
     assert (sum(driver.calls.values()), session.doing) == (calls, doing)
 
 
-@pytest.mark.parametrize("error", [GpuError("once"), ResourceError("full"), UsageError("wrong")])
+@pytest.mark.parametrize("error", [GpuError("once"), ResourceError("full"), UsageError("rows", "is wrong")])
 def test_other_failures_end_with_their_call(session: Idle, error: Exception):
     with pytest.raises(type(error)):
         session.fail(error)
