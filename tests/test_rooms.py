@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from doubles.folders import names, publish
+from doubles.refusals import about
 
 from llmc import publish as publishing
 from llmc.errors import UsageError
@@ -162,7 +163,7 @@ def test_what_cannot_be_brought_back_is_not_removed(published: Path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", failing)
-        with pytest.raises(UsageError, match="cannot write here"):
+        with pytest.raises(UsageError, check=about("output")):
             publish(published, "new", force=True)
         assert not published.exists()
     publishing.refuse_to_overwrite(published, force=False)

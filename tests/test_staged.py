@@ -133,19 +133,19 @@ def test_a_place_that_cannot_be_written_is_a_usage_error(target: Path, monkeypat
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(UsageError, match=rf"cannot write here \({os.strerror(number)}\); choose another"):
+    with pytest.raises(UsageError, match=rf"cannot be written \({os.strerror(number)}\); choose another"):
         publish(target, "new")
 
 
 BYTES = os.fsdecode(b"b\xffd")
 NO_FOLDERS = {
-    BYTES: r"b\\udcffd: the name is not UTF-8",
-    f"{BYTES}/below": "the name is not UTF-8",
-    "link": "the name is not UTF-8",
+    BYTES: r"b\\udcffd is not UTF-8",
+    f"{BYTES}/below": "is not UTF-8",
+    "link": "is not UTF-8",
     "loop": "is a link to itself",
-    "x" * 300: r"cannot write here \(File name too long\)",
+    "x" * 300: r"cannot be written \(File name too long\)",
     "pipe": "exists; choose another output folder",
-    "pipe/below": r"cannot write here \(Not a directory\)",
+    "pipe/below": r"cannot be written \(Not a directory\)",
 }
 
 

@@ -74,7 +74,7 @@ def read_sentences(source: str) -> list[int]:
             read += [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
             read += node.args if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("re.") else []
             found += [it.lineno for it in read if ast.unparse(it) == f"str({handler.name})"]
-    return found
+    return sorted(found)
 
 
 def test_no_code_reads_the_sentence_of_an_error():

@@ -7,6 +7,7 @@ import gguf
 import numpy as np
 import pytest
 from doubles.ggufs import write_gguf
+from doubles.refusals import about
 from safetensors.numpy import load_file, save_file
 
 from llmc.bundle import read_export
@@ -196,9 +197,9 @@ def test_a_tied_table_is_not_changed_alone(random_checkpoint, tmp_path):
 
 
 def test_folders_and_scales_are_checked(llama, adapter):
-    with pytest.raises(UsageError, match="scale nan of the adapter"):
+    with pytest.raises(UsageError, check=about("scale")):
         read_checkpoint(llama, [(adapter, float("nan"))])
-    with pytest.raises(UsageError, match=r"scale 0 of the adapter.*or leave the adapter out"):
+    with pytest.raises(UsageError, check=about("scale")):
         read_checkpoint(llama, [(adapter, 0.0)])
     (adapter / WEIGHTS_FILE).rename(adapter / "adapter_model.bin")
     with pytest.raises(CheckpointError, match=r"adapter_model\.bin is a pickle"):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles.refusals import about
 
 from llmc.errors import ResourceError, UsageError
 from llmc.export.streaming import StreamedDecoder
@@ -116,7 +117,7 @@ def test_a_full_disk_in_calibration_is_said_and_publishes_nothing(start, reads, 
 
 
 def test_a_pattern_that_matches_nothing_is_refused_before_calibration(start, reads, tmp_path):
-    with pytest.raises(UsageError, match=r"layers: '\*.w_proj' matches no linear of this model"):
+    with pytest.raises(UsageError, check=about("layers.*.w_proj")):
         start(replace(RECIPE, layers={"*.w_proj": "int8"}))
     assert reads == []
     assert not (tmp_path / "out").exists()

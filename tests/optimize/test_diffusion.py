@@ -60,7 +60,7 @@ def test_texts_are_judged_where_their_tokens_are_hidden():
 
 def test_what_it_cannot_be_built_for_is_refused_by_name(diffusion_models: Path, tmp_path: Path):
     for words, asked in {
-        "llada has attention to later tokens, which llmc lowers for cpu": {"target": "cuda", "precision": "fp16"},
+        "and llada has attention to later tokens, which llmc lowers for cpu": {"target": "cuda", "precision": "fp16"},
         "adapters is 2, which no diffusion model can have": {"adapters": 2},
         "cache is 'int8', which no diffusion model can have": {"recipe": Request(cache="int8")},
     }.items():

@@ -125,7 +125,7 @@ def test_other_folders_arguments_and_short_texts_are_refused_before_work(run, tm
     with pytest.raises(UsageError, match="own exists, and no distillation made it"):
         run("own", steps=1)
     (tmp_path / "short.txt").write_text("import os\n")
-    with pytest.raises(UsageError, match=r"is too short: .* give a longer text$"):
+    with pytest.raises(UsageError, match=r"is too short: .* give a longer one$"):
         run("new", steps=1, text=tmp_path / "short.txt")
     assert not (tmp_path / "new").exists()
     run("begun", steps=1)

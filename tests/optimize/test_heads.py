@@ -20,6 +20,7 @@ import pytest
 import torch
 from doubles.adapters import draw_factors, write_adapter
 from doubles.assistants import write_assistant
+from doubles.refusals import about
 from doubles.speculators import Always
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -538,17 +539,17 @@ def test_a_head_drafts_for_rows_with_adapters(
 
 def test_a_head_and_a_model_that_do_not_fit_are_refused(made: Made, tmp_path: Path):
     build(made.exports[0], tmp_path / "plain", precision="fp32", max_context=64)
-    with pytest.raises(DraftError, match="build it with --head"):
+    with pytest.raises(DraftError, match="build the model with --head"):
         load(tmp_path / "plain", draft=made.bundles[1])
     with load(made.bundles[1]) as head, pytest.raises(UsageError, match="is a draft head"):
         head.generate([1, 2], max_tokens=2)
-    with pytest.raises(UsageError, match="is no draft head; expected the export of a head"):
+    with pytest.raises(UsageError, check=about("head")):
         build(made.exports[0], tmp_path / "bundle", head=made.exports[0])
     with pytest.raises(UsageError, match="draft head, which llmc lowers for cpu alone"):
         build(made.exports[1], tmp_path / "bundle", target="cuda")
-    with pytest.raises(UsageError, match="judges and calibrates"):
+    with pytest.raises(UsageError, check=about("text")):
         build(made.exports[1], tmp_path / "bundle", text=tmp_path / "text.txt")
-    with pytest.raises(UsageError, match="adapters change a model"):
+    with pytest.raises(UsageError, check=about("adapters")):
         export(made.head, tmp_path / "bundle", of=made.model, adapters=[(tmp_path, 1.0)])
     assert read_export(made.exports[1]).geometry.head is not None
 

@@ -112,8 +112,8 @@ def from_llmc(error: ApiError | LlmcError, names: Mapping[str, str] = MappingPro
 
 
 def hide_path(error: Exception) -> str:
-    """What is wrong, for clients, who may not learn the server's folders: the problem if the error has its path apart,
-    and for any other error its class."""
+    """The problem of an error, for clients, who may not learn the server's folders: its class alone where the error
+    does not keep its path apart."""
     if isinstance(error, LlmcError) and error.path:
         return printable(error.problem)
     return f"{type(error).__name__}; the server's log says more"

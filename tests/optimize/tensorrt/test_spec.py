@@ -123,8 +123,8 @@ OLD_SERVER = dataclasses.replace(RTX_4090, driver=dataclasses.replace(RTX_4090.d
 @pytest.mark.parametrize(
     ("precision", "probe", "message"),
     [
-        ("bf16", OLD_SERVER, r"tensorrt has bf16 from compute capability 8\.0 on, Tesla T4 has 7\.5; build"),
-        ("int4", OLD_SERVER, r"tensorrt has int4 from compute capability 8\.0 on, Tesla T4 has 7\.5"),
+        ("bf16", OLD_SERVER, r"tensorrt, which has bf16 from compute capability 8\.0 on, Tesla T4 has 7\.5; build"),
+        ("int4", OLD_SERVER, r"tensorrt, which has int4 from compute capability 8\.0 on, Tesla T4 has 7\.5"),
     ],
 )
 def test_a_precision_that_the_gpu_here_lacks_is_refused(

@@ -115,7 +115,7 @@ def test_no_prompt_comes_from_the_prefix_cache(tiny_bundle: Path):
 def test_an_argument_out_of_range_is_refused(tiny_bundle: Path, tmp_path: Path):
     for arguments in ({"prompt_length": 0}, {"new_tokens": 1}, {"repeats": 0}, {"new_tokens": 1921}):
         ((name, value),) = arguments.items()
-        with pytest.raises(UsageError, match=rf"{name} {value}.*: expected at least 1, 2 and 1, .* of 2048 tokens"):
+        with pytest.raises(UsageError, match=rf"{name} (is )?{value}.*, expected at least .* 2048 tokens"):
             benchmark(tiny_bundle, **arguments)
     with pytest.raises(BundleError, match="llmc build"):
         benchmark(tmp_path)

@@ -11,32 +11,32 @@ from llmc.runtime.guided.json_schema import check_schema, schema_text
 from llmc.runtime.sampling.params import SamplingParams
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"not": {}}, "keyword 'not' at # cannot be enforced; correct or remove it"),
-    ({"maxLenght": 3}, "keyword 'maxLenght' at # cannot be enforced"),
+    ({"not": {}}, "keyword 'not' at #, which cannot be enforced; correct or remove it"),
+    ({"maxLenght": 3}, "keyword 'maxLenght' at #, which cannot be enforced"),
     ({"uniqueItems": True}, "'uniqueItems'"),
     ({"nullable": True}, "'nullable'"),
     ({"propertyNames": {"pattern": "a"}}, "'propertyNames'"),
     ({"propertyNames": {"enum": [1]}}, "'propertyNames'"),
     ({"x-guidance": {"lenient": True}}, "'x-guidance'"),
-    ({"properties": {"not": {"if": {}}}}, "'if' at #/properties/not "),
-    ({"$defs": {"a": {"anyOf": [{}, {"then": {}}]}}}, "'then' at #/\\$defs/a/anyOf/1 "),
-    ({"items": {"additionalProperties": {"else": {}}}}, "'else' at #/items/additionalProperties "),
-    ({"items": [{"contains": {}}]}, "'contains' at #/items/0 "),
-    ({"properties": {"a": 3}}, "#/properties/a is of type int, expected an object"),
+    ({"properties": {"not": {"if": {}}}}, "'if' at #/properties/not,"),
+    ({"$defs": {"a": {"anyOf": [{}, {"then": {}}]}}}, "'then' at #/\\$defs/a/anyOf/1,"),
+    ({"items": {"additionalProperties": {"else": {}}}}, "'else' at #/items/additionalProperties,"),
+    ({"items": [{"contains": {}}]}, "'contains' at #/items/0,"),
+    ({"properties": {"a": 3}}, "at #/properties/a a value of type int, expected an object"),
     ({"minProperties": 1}, "'minProperties'"),
     ({"minProperties": 1, "additionalProperties": False, "patternProperties": {"a": {}}}, "'minProperties'"),
-    ({"pattern": "a?" * 10_000}, "pattern at # has 20000 characters, expected at most 16384"),
-    ({"patternProperties": {"a?" * 10_000: {}}}, "pattern at # has 20000 characters"),
+    ({"pattern": "a?" * 10_000}, "pattern at # that has 20000 characters, expected at most 16384"),
+    ({"patternProperties": {"a?" * 10_000: {}}}, "pattern at # that has 20000 characters"),
     ({"anyOf": [{}] * 10_000}, "more than 10000 subschemas"),
-    ({"pattern": "(a{200}){100}"}, "pattern at # repeats something 20000 times, expected at most 16384"),
+    ({"pattern": "(a{200}){100}"}, "pattern at # that repeats something 20000 times, expected at most 16384"),
     ({"multipleOf": 99999989}, "'multipleOf' at # .* above 10000"),
     ({"items": {"multipleOf": 0.12345}}, "'multipleOf' at #/items .* above 10000"),
     ({"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}, "'multipleOf' at .* least common multiple"),
-    ({"exclusiveMinimum": 0, "maximum": 0.25}, "'exclusiveMinimum' at # cannot be enforced beside the bound 0.25"),
+    ({"exclusiveMinimum": 0, "maximum": 0.25}, "'exclusiveMinimum' at #, which .* beside the bound 0.25"),
     ({"allOf": [{"minimum": -1.5}, {"exclusiveMaximum": -1}]}, "'exclusiveMaximum' at #/allOf/1 .* bound -1.5"),
-    ({"exclusiveMinimum": True}, "'exclusiveMinimum' at # is True, expected a number"),
-    ({"const": [{"a": 2**53 + 1}]}, "'const' at # is an integer beyond"),
-    ({"$defs": {"a": {"$id": "b", "$ref": "#/c"}}}, "'\\$ref' at #/\\$defs/a stands beside"),
+    ({"exclusiveMinimum": True}, "'exclusiveMinimum' at # as True, expected a number"),
+    ({"const": [{"a": 2**53 + 1}]}, "for the keyword 'const' at # an integer beyond"),
+    ({"$defs": {"a": {"$id": "b", "$ref": "#/c"}}}, "'\\$ref' at #/\\$defs/a beside '\\$id'"),
 ]
 
 
@@ -187,7 +187,7 @@ class TestPatternsOfProperties:
     def test_that_match_the_same_name_are_refused_by_their_place(self, tiny: Any, patterns: tuple[str, ...]) -> None:
         schema = {"properties": {"p": {"type": "object", "patternProperties": dict.fromkeys(patterns, True)}}}
         with pytest.raises(
-            GrammarError, match=r"'patternProperties' at #/properties/p cannot be enforced.* not disjoint"
+            GrammarError, match=r"'patternProperties' at #/properties/p, which cannot be enforced.* not disjoint"
         ):
             tiny.start(json_schema=schema)
 

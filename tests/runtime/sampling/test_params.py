@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from doubles.refusals import about
 
 from llmc.bundle import Generation
 from llmc.errors import UsageError, format_value
@@ -44,11 +45,9 @@ class TestParams:
         )
 
     def test_unknown_names_are_refused_with_the_nearest_one(self) -> None:
-        with pytest.raises(UsageError, match="unknown sampling parameter 'temprature'; did you mean temperature"):
+        with pytest.raises(UsageError, match="temprature is no sampling parameter; did you mean temperature"):
             SamplingParams.from_defaults(GREEDY_CHECKPOINT, temprature=1.0)
-        with pytest.raises(
-            UsageError, match="unknown sampling parameter 'zzz'; expected one of max_tokens, temperature"
-        ):
+        with pytest.raises(UsageError, match="zzz is no sampling parameter; expected one of max_tokens, temperature"):
             SamplingParams.from_defaults(GREEDY_CHECKPOINT, zzz=1.0)
 
 
@@ -145,44 +144,44 @@ class TestRanges:
 
 class TestCombinations:
     @pytest.mark.parametrize(
-        ("params", "message"),
+        ("params", "name"),
         [
-            ({"num_beams": 2, "n": 2}, "beam search cannot be combined with n=2; leave one of them out"),
-            ({"num_beams": 2, "best_of": 2}, "beam search cannot be combined with best_of=2"),
-            ({"num_beams": 2, "top_p": 0.9}, "beam search cannot be combined with top_p=0.9"),
-            ({"num_beams": 2, "top_k": 5}, "beam search cannot be combined with top_k=5"),
-            ({"num_beams": 2, "stop": ("x",)}, r"beam search cannot be combined with stop=\['x'\]"),
-            ({"num_beams": 2, "regex": "a*"}, r"beam search cannot be combined with regex='a\*'"),
-            ({"num_beams": 2, "logprobs": 0}, "beam search cannot be combined with logprobs=0"),
-            ({"num_beams": 2, "on_overflow": "sink"}, "beam search cannot be combined with on_overflow='sink'"),
-            ({"num_beams": 2, "temperature": 0.7}, "beam search draws nothing, so temperature=0.7 cannot be used"),
-            ({"num_beams": 2, "speculate": True}, "beam search cannot be combined with speculate=True"),
-            ({"num_beams": 2, "typical_p": 0.9}, "beam search cannot be combined with typical_p=0.9"),
-            ({"num_beams": 2, "mirostat": 2}, "beam search cannot be combined with mirostat=2"),
-            ({"mirostat": 1, "top_k": 40}, "Mirostat cannot be combined with top_k=40; leave one of them out"),
-            ({"mirostat": 2, "typical_p": 0.9}, "Mirostat cannot be combined with typical_p=0.9"),
-            ({"mirostat": 2, "temperature": 0}, "mirostat=2 needs temperature above 0"),
-            ({"mirostat_tau": 3.0}, "mirostat_tau=3.0 needs mirostat of 1 or 2"),
-            ({"mirostat_eta": 0.2}, "mirostat_eta=0.2 needs mirostat of 1 or 2"),
-            ({"regex": "a", "choice": ("a",)}, "regex and choice are given, expected at most one of json_schema"),
-            ({"n": 3, "best_of": 2}, "best_of=2 needs n of at most as many"),
-            ({"n": 2, "temperature": 0}, "n=2 needs temperature above 0"),
-            ({"consensus": "f1"}, "consensus='f1' needs n of at least 2"),
-            ({"consensus": "f1", "n": 3, "best_of": 5}, "consensus decoding cannot be combined with best_of=5"),
-            ({"consensus": "f1", "n": 65}, "consensus='f1' needs n of at most 64"),
-            ({"consensus": "f1", "n": 2, "detokenize": False}, "consensus='f1' needs detokenize"),
-            ({"stop": ("x",), "detokenize": False}, r"stop=\['x'\] needs detokenize"),
-            ({"include_stop_str_in_output": True, "detokenize": False}, "include_stop_str_in_output=True needs detok"),
-            ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 needs max_tokens of at least as many"),
-            ({"allowed_tokens": (1, 2), "banned_tokens": (2, 1, 3)}, "needs a token that is not among banned_tokens"),
-            ({"length_penalty": 2.0}, "length_penalty=2.0 needs num_beams above 1"),
-            ({"early_stopping": True}, "early_stopping=True needs num_beams above 1"),
-            ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences=3 needs num_beams of at least as many"),
+            ({"num_beams": 2, "n": 2}, "n"),
+            ({"num_beams": 2, "best_of": 2}, "best_of"),
+            ({"num_beams": 2, "top_p": 0.9}, "top_p"),
+            ({"num_beams": 2, "top_k": 5}, "top_k"),
+            ({"num_beams": 2, "stop": ("x",)}, "stop"),
+            ({"num_beams": 2, "regex": "a*"}, "regex"),
+            ({"num_beams": 2, "logprobs": 0}, "logprobs"),
+            ({"num_beams": 2, "on_overflow": "sink"}, "on_overflow"),
+            ({"num_beams": 2, "temperature": 0.7}, "temperature"),
+            ({"num_beams": 2, "speculate": True}, "speculate"),
+            ({"num_beams": 2, "typical_p": 0.9}, "typical_p"),
+            ({"num_beams": 2, "mirostat": 2}, "mirostat"),
+            ({"mirostat": 1, "top_k": 40}, "top_k"),
+            ({"mirostat": 2, "typical_p": 0.9}, "typical_p"),
+            ({"mirostat": 2, "temperature": 0}, "mirostat"),
+            ({"mirostat_tau": 3.0}, "mirostat_tau"),
+            ({"mirostat_eta": 0.2}, "mirostat_eta"),
+            ({"regex": "a", "choice": ("a",)}, "regex"),
+            ({"n": 3, "best_of": 2}, "best_of"),
+            ({"n": 2, "temperature": 0}, "n"),
+            ({"consensus": "f1"}, "consensus"),
+            ({"consensus": "f1", "n": 3, "best_of": 5}, "best_of"),
+            ({"consensus": "f1", "n": 65}, "consensus"),
+            ({"consensus": "f1", "n": 2, "detokenize": False}, "consensus"),
+            ({"stop": ("x",), "detokenize": False}, "stop"),
+            ({"include_stop_str_in_output": True, "detokenize": False}, "include_stop_str_in_output"),
+            ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+            ({"allowed_tokens": (1, 2), "banned_tokens": (2, 1, 3)}, "allowed_tokens"),
+            ({"length_penalty": 2.0}, "length_penalty"),
+            ({"early_stopping": True}, "early_stopping"),
+            ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences"),
         ],
         ids=str,
     )
-    def test_that_contradict_are_refused_by_name(self, params: dict[str, Any], message: str) -> None:
-        with pytest.raises(UsageError, match=message):
+    def test_that_contradict_are_refused_by_name(self, params: dict[str, Any], name: str) -> None:
+        with pytest.raises(UsageError, check=about(name)):
             SamplingParams(**params)
 
     @pytest.mark.parametrize(

@@ -51,8 +51,8 @@ class TestFile:
     @pytest.mark.parametrize(
         ("content", "message"),
         [
-            ("max_bodybytes = 1", "no setting 'max_bodybytes'; did you mean max_body_bytes?"),
-            ("zzz = 1", "no setting 'zzz'; llmc serve --help lists them"),
+            ("max_bodybytes = 1", "max_bodybytes is no setting; did you mean max_body_bytes?"),
+            ("zzz = 1", "zzz is no setting; llmc serve --help lists them"),
             ("port = 65536", "port is 65536, expected 0 ... 65535"),
             ("port = true", "port is True, expected 0"),
             ('port = "80"', "port is '80', expected 0"),
@@ -71,7 +71,7 @@ class TestFile:
         path = written(tmp_path, content)
         with pytest.raises(UsageError) as refusal:
             read_config(path)
-        assert str(refusal.value).startswith(str(path)) and message in str(refusal.value)
+        assert str(path) in str(refusal.value) and message in str(refusal.value)
 
     def test_that_is_not_there_or_not_utf_8_is_refused(self, tmp_path: Path):
         with pytest.raises(UsageError, match="cannot be read as settings: No such file"):
@@ -99,11 +99,11 @@ class TestTogether:
         [
             ({"tls_cert": Path("c")}, "tls_cert is given without tls_key"),
             ({"tls_key": Path("k")}, "tls_key is given without tls_cert"),
-            ({"tls_key": Path("k"), "tls_cert": Path("c"), "unix_socket": Path("s")}, "tls_cert and unix_socket"),
+            ({"tls_key": Path("k"), "tls_cert": Path("c"), "unix_socket": Path("s")}, "unix_socket is given beside"),
             ({"models": {"a": Path("a")}, "warm": ("a", "b")}, "warm holds 'b', expected names of models: a"),
             ({"upstream_key_file": Path("k")}, "upstream_key_file is given without upstream"),
             ({"upstream_plain_http": True}, "upstream_plain_http is given without upstream"),
-            ({"upstream": "https://a", "ray": True}, "upstream and ray are given"),
+            ({"upstream": "https://a", "ray": True}, "upstream is given beside ray"),
             ({"upstream": "http://box.example/v1"}, "upstream is of http on another machine"),
             ({"upstream": "http://127.0.0.1.example/v1"}, "upstream is of http on another machine"),
             ({"upstream": "https://a", "upstream_models": ("small",)}, "upstream_models holds 'small'"),

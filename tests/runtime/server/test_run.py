@@ -20,6 +20,7 @@ import pytest
 import uvicorn
 from doubles.clocks import until
 from doubles.listening import make_certificate
+from doubles.refusals import about
 from doubles.services import Process, service_process
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect, unix_connect
@@ -346,7 +347,7 @@ class TestListening:
     def test_a_unix_socket_takes_no_place_that_somebody_has(self, tmp_path: Path):
         place = tmp_path / "socket"
         config = ServerConfig(unix_socket=place)
-        with open_sockets(config), pytest.raises(UsageError, match="another process listens on"):
+        with open_sockets(config), pytest.raises(UsageError, check=about("unix_socket")):
             with open_sockets(config):
                 pass
         place.write_text("notes")

@@ -9,6 +9,7 @@ import pytest
 from doubles import packers
 from doubles.geometries import uniform
 from doubles.lowerings import difference
+from doubles.refusals import about
 
 from llmc.bundle import DECODER_FILE, Limits, read_export
 from llmc.errors import UsageError
@@ -166,7 +167,7 @@ def test_what_would_change_them_is_refused(request_, words):
 
 
 def test_without_codes_there_are_none_to_keep():
-    with pytest.raises(UsageError, match="precision is 'source', but the checkpoint is not quantized"):
+    with pytest.raises(UsageError, check=about("precision")):
         resolve(Request(precision="source"), capabilities("cpu"), 128, "x")
 
 

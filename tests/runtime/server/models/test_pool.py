@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles.refusals import about
 
 from llmc.bundle import ADAPTERS_FOLDER, Manifest, MemoryPlan, write_manifest
 from llmc.errors import BundleError, EngineClosedError, GpuError, LlmcError, RequestError, ResourceError, UsageError
@@ -170,7 +171,7 @@ class TestUnloading:
         pool = make()
         await pool.unload("a")
         assert loader.names == [] and pool.states()["a"].phase == "unloaded"
-        with pytest.raises(UsageError, match="there is no model 'x'"):
+        with pytest.raises(UsageError, check=about("model")):
             await pool.unload("x")
         await pool.close()
         with pytest.raises(EngineClosedError):
@@ -472,7 +473,7 @@ class TestAdapters:
         add(folders["a"], "law")
 
         pool = make("ab")
-        with pytest.raises(UsageError, match="in the bundle of a, which has law; add it with llmc adapter add"):
+        with pytest.raises(UsageError, check=about("adapter")):
             await pool.load_adapter("a", name)
         assert not loader.loaded
 
@@ -581,7 +582,7 @@ async def test_what_is_not_there_is_refused(call: Callable[[ModelPool], Any], er
 
 
 def test_no_bundle_at_all_is_refused():
-    with pytest.raises(UsageError, match="there is no model to serve"):
+    with pytest.raises(UsageError, check=about("models")):
         ModelPool({}, memory=None, load_options={})
 
 
