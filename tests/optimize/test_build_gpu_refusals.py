@@ -18,8 +18,8 @@ DEFERRED = EngineRequest(deferred=True)
 @pytest.mark.parametrize(
     ("target", "order", "message"),
     [
-        ("cuda", {"engine": EngineRequest(optimization_level=1)}, "engine: is for TensorRT, the target is cuda"),
-        ("cpu", {"engine": DEFERRED}, "engine: is for TensorRT, the target is cpu"),
+        ("cuda", {"engine": EngineRequest(optimization_level=1)}, "engine is for TensorRT, the target is cuda"),
+        ("cpu", {"engine": DEFERRED}, "engine is for TensorRT, the target is cpu"),
         ("cuda", {"precision": "bf16"}, "precision is 'bf16', expected one of fp16, int8, int4, fp32"),
         ("tensorrt", {"precision": "fp8"}, "precision is 'fp8', expected one of fp16, bf16, int8, int4, fp32"),
         (
@@ -30,7 +30,7 @@ DEFERRED = EngineRequest(deferred=True)
         ("tensorrt", {"recipe": Request(cache="int8")}, "cache is 'int8', expected one of float16"),
         ("tensorrt", {"recipe": Request(precision="fp16", compute="float32")}, "but fp16 computes in float16"),
         ("tensorrt", {"recipe": Request(precision="int4", symmetric=False)}, "tensorrt has no zero points"),
-        ("jetson", {}, "target 'jetson' is unknown; expected one of cpu, cuda, tensorrt, tensorrt-rtx"),
+        ("jetson", {}, "target is 'jetson', expected one of cpu, cuda, tensorrt, tensorrt-rtx"),
     ],
 )
 def test_contradictions_are_refused(

@@ -155,7 +155,7 @@ def test_a_document_that_is_too_long_is_refused_or_cut_before_what_the_template_
         ({"recipe": recipes.Request(scheme="gptq")}, "scheme is 'gptq', but a model that embeds or ranks"),
         ({"recipe": recipes.Request(cache="int8")}, "cache is 'int8'"),
         ({"budget": Budget(max_kl=0.1)}, "budget is"),
-        ({"text": Path("text.txt")}, "a text judges and calibrates models that generate"),
+        ({"text": Path("text.txt")}, "is for models that generate"),
     ],
 )
 def test_what_only_models_that_generate_have_is_refused_before_work(checkpoint, tmp_path, exports, choices, message):

@@ -42,7 +42,7 @@ def flip(path: Path) -> None:
         (3, UsageError, "bundle is 3, expected the path"),
         (b"x", UsageError, "bundle is b'x', expected the path"),
         ("a\0b", UsageError, "is not text in UTF-8"),
-        ("caf\udce9", UsageError, r"the path 'caf\\udce9' is not text in UTF-8; rename"),
+        ("caf\udce9", UsageError, r"bundle is 'caf\\udce9', which is not text in UTF-8; rename"),
         ("a" * 5000, UsageError, "cannot be looked at .File name too long"),
         (__file__, BundleError, "is a file, expected a bundle; give the folder that llmc build wrote"),
         ("/nowhere", BundleError, "there is no such folder"),

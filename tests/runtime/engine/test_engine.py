@@ -151,7 +151,7 @@ def test_a_call_that_fails_while_a_prompt_is_fed_ends_that_request_only(make_eng
     ("prompt", "params", "error", "message"),
     [
         ([], {}, RequestError, "prompt is empty"),
-        ([4096], {}, UsageError, r"the prompt holds token id 4096, .* expected 0 \.\.\. 4095"),
+        ([4096], {}, UsageError, r"prompt holds token id 4096, .* expected 0 \.\.\. 4095"),
         ([-1], {}, UsageError, "token id -1"),
         (b"x", {}, UsageError, "the prompt is bytes"),
         ([1.5], {}, UsageError, "expected text or a list of token ids"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles.refusals import about
 
 from llmc.errors import UsageError
 from llmc.runtime.server.config import (
@@ -33,12 +34,14 @@ class TestFile:
         assert (config.port, config.host, config.body_timeout_s) == (9001, "127.0.0.1", 5.0)
         assert config.log_format == "text" and config.models == {"tiny": tmp_path / "a"}
 
-    @pytest.mark.parametrize(
-        "setting", [s for s in settings() if s.kind in ("integer", "number")], ids=lambda s: s.name
-    )
-    def test_has_no_number_that_nothing_can_compute_with(self, tmp_path: Path, setting: Setting):
-        with pytest.raises(UsageError, match=f"{setting.name} is .*, expected"):
-            read_config(written(tmp_path, f"{setting.name} = 1{'0' * 400}"))
+    @pytest.mark.parametrize("setting", settings(), ids=lambda setting: setting.name)
+    @pytest.mark.parametrize("value", ["[[7]]", f"1{'0' * 400}"], ids=["of another kind", "beyond all numbers"])
+    def test_is_refused_with_what_was_found_and_expected(self, tmp_path: Path, setting: Setting, value: str):
+        path = written(tmp_path, f"{setting.name} = {value}")
+        with pytest.raises(UsageError, check=about(setting.name)) as refused:
+            read_config(path)
+        found, expected = refused.value.problem.split(", expected ")
+        assert refused.value.path == path and found.startswith("is ") and expected == describe_values(setting)
 
     def test_names_paths_beside_itself(self, tmp_path: Path):
         path = written(tmp_path, 'keys_file = "keys.toml"\ntls_cert = "/etc/c"\ntls_key = "k"\ndraft = "small"\n')

@@ -118,7 +118,7 @@ def test_a_form_that_may_begin_like_a_call_is_refused_by_its_name(able_http: htt
     body = make_body(path, **form, **make_tools(path, "auto"), tool_format="llama3")
     error = able_http.post(path, json=body).json()["error"]
     assert error["param"] == ("response_format" if is_chat else "text.format")
-    assert error["message"].startswith(f"{error['param']} and tools cannot be combined here")
+    assert error["message"].startswith(f"{error['param']} is given beside tools")
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])

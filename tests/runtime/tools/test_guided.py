@@ -368,11 +368,7 @@ def _all_plans(plan: ChatPlan) -> list[tuple[ChatPlan, list[str]]]:
         ("pythonic", {"required": ["a"]}, "requires in x 'a', which is none of its properties"),
         ("functiongemma", {"properties": {"a": {"type": "integer", "minimum": 1}}}, "has in a of x 'minimum'"),
         ("functiongemma", {"properties": {"a": False}}, "holds a of x, which allows no value"),
-        (
-            "gemma4",
-            {"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}},
-            "in a of x 'oneOf'",
-        ),
+        ("gemma4", {"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}}, "in a of x 'oneOf'"),
         (
             "gemma4",
             {"properties": {"a": {"type": "string", "anyOf": [{"type": "integer"}]}}},
@@ -382,11 +378,7 @@ def _all_plans(plan: ChatPlan) -> list[tuple[ChatPlan, list[str]]]:
         ("gemma4", {"properties": {"a": {"not": {}, "type": "string"}}}, "has in a of x 'not'"),
         ("gemma4", {"properties": {"a": {"type": "array", "items": [{}]}}}, "has in a of x 'items'"),
         ("gemma4", {"properties": {"a": {"type": ["string", "null"], "pattern": "a"}}}, "has in a of x 'pattern'"),
-        (
-            "gemma4",
-            {"properties": {"a": {"$ref": "#/$defs/b"}}},
-            "in a of x to '#/.defs/b', which .* not define",
-        ),
+        ("gemma4", {"properties": {"a": {"$ref": "#/$defs/b"}}}, "in a of x to '#/.defs/b', which .* not define"),
         ("gemma4", {"properties": {"a": {"enum": [[1]]}}}, "has in a of x no choice that the model's format"),
         ("gemma4", {"required": ["a"]}, "requires in x 'a', which is none of its properties"),
         ("gemma4", {"properties": 3}, "holds properties 3 in x, expected a JSON schema"),

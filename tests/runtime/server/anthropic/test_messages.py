@@ -183,7 +183,7 @@ def test_an_answer_that_has_begun_is_gone_on_with(
                 "tools": [TOOL],
                 "tool_choice": {"type": "any"},
             },
-            "tool_choice wants a call, but the answer has begun",
+            "tool_choice asks for something before the answer",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},

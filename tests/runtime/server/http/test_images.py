@@ -70,7 +70,7 @@ def test_messages_hand_the_bytes_on_in_a_turn_of_several():
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        (URL, "has no tower that sees images; send text alone"),
+        (URL, "holds an image, and the model takes text alone"),
         ("http://127.0.0.1/cat.png", "expected"),
         ("file:///etc/passwd", "expected"),
         ("data:image/png;base64,%%%", "is no base64"),

@@ -359,7 +359,7 @@ class TestSwap:
     async def test_without_memory_for_both_is_refused_and_the_old_one_goes_on(self, make: Make, loader: Loader):
         pool = make("a", memory=SIZE)
         await use(pool, "a")
-        with pytest.raises(ResourceError, match=r"a goes on with the bundle that it has. Unload that first"):
+        with pytest.raises(ResourceError, match=r"a goes on with the bundle that it has; unload that first"):
             await pool.swap("a")
         await use(pool, "a")
         assert loader.names == ["a"] and not loader.loaded[0].closed.is_set()
