@@ -183,7 +183,7 @@ def _without_odd_names(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[
 
 
 def _check_call(calls: CallFormat, tool: Tool) -> tuple[str, str] | None:
-    """Why a call of the tool cannot be enforced, and what to do; None if it can."""
+    """The reason why a call of the tool cannot be enforced, and what to do; None if it can."""
     text = json.dumps(tool.parameters)
     return (_refuse_call if len(text) <= _LONGEST_KEPT else _refuse_call.__wrapped__)(calls, tool.name, text)
 

@@ -165,6 +165,8 @@ def test_a_schema_that_cannot_be_enforced_is_loosened_unless_its_tool_is_strict(
     ):
         assert answer.status_code == (400 if strict else 200)
         if strict:
-            assert answer.json()["error"]["message"].startswith(f"tools[0].{own} has the keyword 'uniqueItems' at #/pro")
+            assert answer.json()["error"]["message"].startswith(
+                f"tools[0].{own} has the keyword 'uniqueItems' at #/pro"
+            )
         else:
             assert answer.headers["x-llmc-ignored"] == f"tools[0].{own}.properties.a.uniqueItems"
