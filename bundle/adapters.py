@@ -63,7 +63,9 @@ def read_adapter_manifest(folder: Path) -> AdapterManifest:
         found = sha256_file(folder / FACTORS_FILE)
     except (OSError, ValueError, LlmcError) as error:
         raise BundleError(
-            f"{folder} is no adapter that llmc adapter add wrote, or damaged ({error}); add it to the bundle again"
+            f"it is no adapter that llmc adapter add wrote, or damaged ({getattr(error, 'strerror', error)})",
+            "add it to the bundle again",
+            path=folder,
         ) from error
     if manifest.schema_version != ADAPTER_SCHEMA or manifest.sha256 != found:
         raise BundleError(f"{FACTORS_FILE} or the version of {ADAPTER_MANIFEST} changed", "add it again", path=folder)

@@ -111,11 +111,12 @@ class Adapters:
     def _read(self, name: str, folder: Path) -> Adapter:
         manifest = read_adapter_manifest(folder)
         if manifest.base != self._base:
-            raise BundleError(f"{folder} was added for another base than this bundle's; add it to this bundle")
+            raise BundleError("it was added for another base than this bundle's", "add it to this bundle", path=folder)
         if manifest.rank > self._limits.rank:
             raise BundleError(
-                f"{folder} has rank {manifest.rank}, and the bundle was built for {self._limits.rank}; build it with a "
-                "larger --rank"
+                f"it has rank {manifest.rank}, and the bundle was built for {self._limits.rank}",
+                "build it with a larger --rank",
+                path=folder,
             )
         if unknown := [module for module in manifest.modules if module not in self._geometry.linear]:
             raise BundleError(f"the bundle has no linear {unknown[0]!r:.80}", "add the adapter again", path=folder)
@@ -130,11 +131,17 @@ class Adapters:
         try:
             values = _read_values(folder / FACTORS_FILE, manifest.rank * sum(sizes))
         except (OSError, ValueError) as error:
-            raise BundleError(f"{folder / FACTORS_FILE} cannot be read ({error}); add the adapter again") from error
+            raise BundleError(
+                f"{FACTORS_FILE} cannot be read ({getattr(error, 'strerror', error)})",
+                "add the adapter again",
+                path=folder,
+            ) from error
         if values is None:
-            raise BundleError(f"{folder / FACTORS_FILE} does not fit {len(linears)} linears; add the adapter again")
+            raise BundleError(
+                f"{FACTORS_FILE} does not fit {len(linears)} linears", "add the adapter again", path=folder
+            )
         if not np.isfinite(values).all():
-            raise BundleError(f"{folder / FACTORS_FILE} holds NaN or infinite values; get the adapter again")
+            raise BundleError(f"{FACTORS_FILE} holds NaN or infinite values", "get the adapter again", path=folder)
         ends = np.cumsum(sizes)[:-1] * manifest.rank
         parts = [part.reshape(manifest.rank, -1) for part in np.split(values, ends)]
         return dict(zip(manifest.modules, zip(parts[::2], parts[1::2], strict=True), strict=True))

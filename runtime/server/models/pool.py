@@ -515,8 +515,9 @@ class ModelPool:
         others = self._places.keys() | {name for name, base in self.adapters.items() if base != place.name}
         if taken := sorted(others & found.keys()):
             raise BundleError(
-                f"{place.name} has an adapter {taken[0]!r}, the name of another model or of another one's adapter; add "
-                "it under a name of its own"
+                f"{place.name} has an adapter {taken[0]!r}, the name of another model or of another one's adapter",
+                "add it under a name of its own",
+                path=folder,
             )
         return found
 
