@@ -137,7 +137,7 @@ class _Probe:
         return _same((np.concatenate(alone), self._fill_cache(past, count)), together, count)
 
     def _far(self, phase: Phase, ids: NDArray[np.int64], past: NDArray[np.int64], outputs: int) -> NDArray[np.float32]:
-        """Logits [rows, outputs, vocab] of the last ``outputs`` tokens of a call that goes on from the cache as it is."""
+        """Logits [rows, outputs, vocab] of a call's last ``outputs`` tokens, over the cache as it is."""
         rows, tokens = ids.shape
         indices = np.tile(np.arange(tokens - outputs, tokens), (rows, 1))
         call = Batch(phase, ids, past.astype(np.int64), indices, adapters=self._adapters[:rows])

@@ -25,7 +25,7 @@ from llmc.runtime.selftest import replay
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))
-NAMES = {"int8", "int4", "int4-quality", "int4-small", "int8-exact", "int8-small", "w8a8-static"}
+NAMES = {"int8", "int4", "int4-quality", "int4-small", "int8-exact", "int8-fast", "w8a8-static"}
 
 EXPECTED = {path.stem: expected for path in RECIPES if (expected := read_recipe(path).expected)}
 FOR_ENGINES = "w8a8-static"
@@ -44,7 +44,7 @@ def test_a_recipe_says_what_it_is_for_and_serves_every_model(path: Path):
     target = capabilities("tensorrt" if path.stem == FOR_ENGINES else "cpu")
     with_text, without = (resolve(request, target, 2048, path.stem, flag)[0] for flag in (True, False))
     # Those that calibrate where they can, and are built where they cannot.
-    assert with_text == without or path.stem in ("int8", "int8-small", "int4")
+    assert with_text == without or path.stem in ("int8", "int8-fast", "int4")
     assert with_text.name == path.stem
     assert request.description.endswith(".") and (request.expected is None) == (path.stem == FOR_ENGINES)
     assert (request.budget or Budget()) == Budget()
@@ -181,8 +181,8 @@ def test_the_default_costs_what_its_recipe_says_and_not_what_others_say(measured
     """``recipes/benchmarks/peers.py`` measures the others."""
     assert as_expected(measured, EXPECTED["int8"]), measured.quality.phases
     assert rows_of_the_table()["int8"][0] == f"{measured.weight_bytes / 1e6:.1f} MB"
-    # int8-small loses as much, with other weights in decode.
-    others = [expected for other, expected in EXPECTED.items() if other not in ("int8", "int8-small")]
+    # int8-fast loses as much, with other weights in decode.
+    others = [expected for other, expected in EXPECTED.items() if other not in ("int8", "int8-fast")]
     assert [expected for expected in others if as_expected(measured, expected)] == []
 
 

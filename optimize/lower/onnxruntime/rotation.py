@@ -16,8 +16,8 @@ from llmc.optimize.lower.rewrite import LLMC, MICROSOFT, Emitter, constant, grap
 from llmc.optimize.quantize.grid import Float
 from llmc.optimize.quantize.rotation import hadamard, rotate_blocks, rotation
 
-# Larger blocks spread outliers no better, and cost more (SmolLM2-135M, blocks of 32 and 64).
-BLOCK = 32
+# Larger blocks spread outliers little better, and cost more.
+BLOCK = 64
 
 
 def rotate_stream(graph: ir.Graph, context: LoweringContext) -> int:

@@ -96,7 +96,7 @@ def test_the_message_has_all_numbers_and_the_worst_layers_on_one_line():
         ("int4-quality", ["prefill", "decode"], "--int8"),
         ("int8", ["decode"], "--recipe int8-exact"),
         ("int8-exact", ["prefill"], "--fp32"),
-        ("int8-small", ["decode"], "--recipe int8-exact"),
+        ("int8-fast", ["decode"], "--recipe int8-exact"),
     ],
 )
 def test_every_recipe_has_one_that_loses_less(name, phases, better):

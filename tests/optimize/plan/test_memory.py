@@ -57,10 +57,10 @@ def test_a_matrix_takes_what_its_form_takes(form, how: dict[str, int], expected:
     "request_",
     [
         Request(precision="int8"),
-        Request(precision="int8", phases="shared", activations="per-token"),
+        Request(precision="int8", phases="split"),
         Request(precision="int4", symmetric=False, layers={"*.down_proj": "int8", "model.layers.0.*": "fp32"}),
     ],
-    ids=["int8", "int8-small", "int4-layers"],
+    ids=["int8", "int8-fast", "int4-layers"],
 )
 def test_planned_weights_are_those_of_the_built_graphs(tiny_export: Path, tmp_path: Path, request_: Request):
     built = build(tiny_export, tmp_path / "bundle", recipe=request_).manifest
