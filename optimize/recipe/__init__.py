@@ -74,9 +74,10 @@ class Request:
         head: int8, int4, fp16 or fp32, of the head and a tied embedding, but for TensorRT embeddings stay floats;
             default: as ``precision``, beside int4 int8, for tensorrt fp16.
         phases: split (a W8A8 graph for prefill beside the weight-only one, default on CPUs), shared (one graph, less
-            memory) or single (one engine; TensorRT knows nothing else).
-        activations: of the W8A8 graph: per-token (default on CPUs); a shared graph is W8A8 where this is said. For
-            TensorRT none (default) or static, one calibrated scale per tensor, with int8.
+            memory: ``--small``) or single (one engine; TensorRT knows nothing else).
+        activations: per-token makes a graph W8A8. On CPUs it is the default of the graph of prompts, and of a shared
+            graph that is asked for whose weights all have 8 bits; none keeps a shared graph weight-only. For TensorRT
+            none (default) or static, one calibrated scale per tensor, with int8.
         smoothing: SmoothQuant's alpha, 0 ... 1; default 0, off, but 0.6 for per-token activations of a model whose
             residual stream cannot be rotated, where the build can calibrate.
         sparsity: pruned weights of the layers' linears: "2:4", or the share of each row that becomes zero, as 0.5;
@@ -220,7 +221,7 @@ def settle(
     calibrated = calibrated and not geometry.head  # no text holds another model's hidden states
     recipe, limits = resolve(
         *(asked, target, geometry.max_positions, name, calibrated),
-        *(bool(geometry.coded), geometry.rotates, bool(geometry.mixtures or geometry.borrows)),
+        *(bool(geometry.coded), geometry.rotates, bool(geometry.mixtures or geometry.borrows or geometry.encoder)),
     )
     if asked.cache is None and _halves_cache(recipe, geometry, target):
         recipe = replace(recipe, cache="float16")
@@ -257,7 +258,7 @@ def resolve(
 
     ``calibrated`` tells that the build can calibrate, ``coded`` that the checkpoint stores integers, ``rotates`` that
     the model's residual stream can be rotated, ``one_graph`` that two would hold most of its weights twice, as those of
-    experts, or that it is a draft head which reads one token at a time.
+    experts, or that it is a draft head which reads one token at a time, or embeds or ranks.
 
     Raises:
         UsageError: a value is out of range, contradicts another one or is not supported by the target.
@@ -274,7 +275,8 @@ def resolve(
     _refuse_integer_keys(request, precision, stored)
     phases = _phases(request.phases, target, integers=rest in BITS, one=one_graph)
     compute = _compute(request.compute, precision, target)
-    activations = _activations(request.activations, phases, stored, target)
+    rounds = precision == "int8" and stored == {"int8"} and request.phases == "shared" and not one_graph
+    activations = _activations(request.activations, phases, stored, target, rounds)
     # For W8A8 of a smoothed stream a text chooses nothing that is better than the nearest.
     gains = "int4" in stored or (activations == "per-token" and rotates)
     can_choose = calibrated and gains and precision != "source"
@@ -396,9 +398,6 @@ def _for_diffusion(request: Request, geometry: Geometry) -> Request:
             raise UsageError(f"{name} is {format_value(value)}, which no diffusion model can have; leave it out")
     context = either(request.max_context, min(geometry.max_positions, ENCODER_CONTEXT))
     request = replace(request, max_context=context, prefill_chunk=context)
-    eight = {request.precision or "int8", request.head or "int8"} == {"int8"} and not (geometry.coded or request.layers)
-    if request.phases is None and eight:
-        request = replace(request, activations=either(request.activations, "per-token"))
     return replace(request, phases=either(request.phases, "shared"))
 
 
@@ -478,14 +477,16 @@ def _refuse_integer_keys(request: Request, precision: str, stored: set[str]) -> 
         raise UsageError(f"symmetric is for int4, the precision is {precision}; leave it out")
 
 
-def _activations(asked: str | None, phases: str, stored: set[str], target: Capabilities) -> str:
+def _activations(asked: str | None, phases: str, stored: set[str], target: Capabilities, rounds: bool) -> str:
+    """``rounds`` says that a shared graph is W8A8 unless the request says otherwise."""
     if phases == "shared":
-        if asked not in (None, "per-token") or (asked and ("int4" in stored or target.has_gpu)):
+        takes = ("none",) if "int4" in stored or target.has_gpu else ("none", "per-token")
+        if asked not in (None, *takes):
             raise UsageError(
-                f"activations is {asked!r}, but one graph for both phases takes only 'per-token', beside 8-bit weights "
-                "on cpu; leave it out"
+                f"activations is {asked!r}, but one graph for both phases takes only 'none', or 'per-token' beside "
+                "8-bit weights on cpu; leave it out"
             )
-        return either(asked, "none")
+        return either(asked, takes[rounds and len(takes) - 1])
     found = str(_one_of("activations", either(asked, target.activations[0]), target.activations))
     if phases == "single" and found == "static" and "int8" not in stored:
         raise UsageError("activations is 'static', which goes with int8 weights, and there are none")

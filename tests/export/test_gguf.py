@@ -1,5 +1,6 @@
 """GGUF files: what was a Hugging Face checkpoint computes what it computed before, or what its rounded weights do."""
 
+import os
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +24,10 @@ from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
 from llmc.export.sources.codes import GgmlTensor, flatten_tensors
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.streaming import StreamedDecoder
+from llmc.exported import read_weights, rows_of
 from llmc.ggml import LAYOUTS
 from llmc.inventory import HEAD
+from llmc.origin import check_unchanged
 
 # Cases of the converter's every turn: rows of rotated heads, biases, factors of the rope, a tied head, wide heads.
 CONVERTED: dict[str, dict[str, Any]] = {
@@ -238,6 +241,25 @@ def test_a_tied_head_keeps_its_codes_where_they_have_no_minima(kind, kept, rando
     found = read_checkpoint(write_gguf(folder, tmp_path / "model.gguf", kind))
     assert isinstance(found.tensors["model.embed_tokens.weight"], GgmlTensor)
     assert (found.geometry.linear[HEAD].codes is not None) == kept
+
+
+def test_an_export_refers_to_every_part_of_a_model_which_may_neither_change_nor_go(random_checkpoint, tmp_path):
+    first = write_gguf(random_checkpoint("llama-biases"), tmp_path / "model.gguf", "Q8_0", parts=3)
+    found, output = read_checkpoint(first), tmp_path / "export"
+    report, parts = export(first, output), sorted(tmp_path.glob("model-*.gguf"))
+    assert len(parts) == 3 and all((output / part.name).samefile(part) for part in parts)
+    assert report.new_bytes == sum(size for name, size in report.files.items() if not name.endswith(".gguf"))
+    weights = read_weights(output)
+    for name in found.tensors:
+        np.testing.assert_array_equal(rows_of(weights[name]), values(found, name))
+    with parts[1].open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    with pytest.raises(CheckpointError, match="were overwritten after the export"):
+        check_unchanged(output, read_export(output))
+    (output / parts[2].name).unlink()
+    with pytest.raises(CheckpointError, match=f"{parts[2].name} is missing"):
+        read_weights(output)
 
 
 def test_value_heads_are_in_order_in_integers_too(random_checkpoint, tmp_path):

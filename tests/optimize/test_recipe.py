@@ -163,7 +163,8 @@ def test_a_sparsity_that_means_nothing_is_refused(request_, sentence):
         ({}, True, True, 0.0),
         ({}, False, False, 0.0),  # it takes a text
         ({"smoothing": 0.0}, True, False, 0.0),
-        ({"phases": "shared"}, True, False, 0.0),
+        ({"phases": "shared"}, True, False, 0.6),
+        ({"phases": "shared", "activations": "none"}, True, False, 0.0),
         ({"precision": "fp32"}, True, False, 0.0),
     ],
 )
@@ -226,8 +227,24 @@ def test_defaults_are_int8_in_blocks_of_64_with_a_graph_for_each_phase():
     assert limits.prefill_chunk <= 512
     plain = replace(recipe, scheme="rtn")
     assert resolve(Request(), CPU, 2048, "default")[0] == plain
-    assert resolve(Request(phases="shared"), CPU, 2048, "default", calibrated=True)[0].scheme == "rtn"
+    assert resolve(Request(phases="shared", activations="none"), CPU, 2048, "x", calibrated=True)[0].scheme == "rtn"
     assert resolve(Request(), CPU, 2048, "default", calibrated=True, rotates=False)[0].scheme == "rtn"
+
+
+@pytest.mark.parametrize(
+    ("request_", "one_graph", "activations"),
+    [
+        ({}, False, "per-token"),
+        ({"activations": "none"}, False, "none"),
+        ({"precision": "int4"}, False, "none"),
+        ({"layers": {"*.mlp.*": "int4"}}, False, "none"),
+        ({"precision": "fp16"}, False, "none"),
+        ({}, True, "none"),
+    ],
+)
+def test_one_graph_of_8_bits_that_is_asked_for_rounds_activations(request_, one_graph, activations):
+    recipe, _ = resolve(Request(**request_, phases="shared"), CPU, 2048, "x", one_graph=one_graph)
+    assert (recipe.phases, recipe.activations) == ("shared", activations)
 
 
 def test_what_is_asked_for_goes_over_what_the_recipe_says():

@@ -128,7 +128,7 @@ def test_the_message_names_what_can_meet_the_budget(most, better):
     ("changes", "better"),
     [
         ({"scheme": "rtn", "block_size": 32}, "--recipe int4-quality"),
-        ({"precision": "source"}, "phases = 'shared' in the recipe"),
+        ({"precision": "source"}, "--small"),
         ({"precision": "source", "phases": "shared"}, "--fp32"),
         ({"compute": "float16"}, "--int8"),
         ({"compute": "float16", "head": "fp16"}, "--fp16"),
