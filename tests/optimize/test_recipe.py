@@ -318,7 +318,10 @@ def test_what_is_asked_for_beats_the_defaults_of_four_bits():
         ({"precision": "fp32", "activations": "per-token"}, "activations is for int8 and int4, the precision is fp32"),
         ({"precision": "fp16", "block_size": 32}, "block_size is for int8 and int4, the precision is fp16"),
         ({"symmetric": True}, "symmetric is for int4, the precision is int8"),
-        ({"scheme": "gptq", "phases": "shared"}, "scheme = 'gptq' is for int4 and for prompts of a rotated"),
+        (
+            {"scheme": "gptq", "phases": "shared", "activations": "none"},
+            "scheme = 'gptq' is for int4 and for prompts of a rotated",
+        ),
         ({"smoothing": 1.01}, "smoothing is 1.01, expected 0.0 ... 1.0"),
         ({"smoothing": float("nan")}, "smoothing is nan, expected 0.0 ... 1.0"),
         ({"budget": Budget(min_agreement=98.0)}, "budget: min_agreement is 98.0, expected 0.0 ... 1.0"),

@@ -90,7 +90,6 @@ def test_the_message_has_all_numbers_and_the_worst_layers_on_one_line():
 @pytest.mark.parametrize(
     ("name", "phases", "better"),
     [
-        ("int4-small", ["decode"], "--recipe int4"),
         ("int4", ["decode"], "--recipe int4-quality"),
         ("int4", ["prefill"], "--recipe int8-exact"),
         ("int4-quality", ["prefill", "decode"], "--int8"),
