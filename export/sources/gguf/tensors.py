@@ -300,8 +300,8 @@ def _tensor(path: Path, entry: Entry, name: str, order: Order | None) -> Weight:
     flat = (prod(entry.shape[:-1]), entry.shape[-1])
     stored = StoredTensor(path.name, entry.offset, entry.length, entry.kind, flat)
     order = order or Order()
-    rows, columns = (None if it is None else it.astype(np.int32) for it in (order.rows, order.columns))
-    return GgmlTensor((stored,), rows, columns, entry.shape[0] if len(entry.shape) > 2 else 0)
+    places = [None if it is None else it.astype(np.int32) for it in (order.rows, order.columns)]
+    return GgmlTensor((stored,), places[0], places[1], entry.shape[0] if len(entry.shape) > 2 else 0)
 
 
 def _rows(
