@@ -221,7 +221,7 @@ def settle(
     calibrated = calibrated and not geometry.head  # no text holds another model's hidden states
     recipe, limits = resolve(
         *(asked, target, geometry.max_positions, name, calibrated),
-        *(bool(geometry.coded), geometry.rotates, bool(geometry.mixtures or geometry.borrows)),
+        *(bool(geometry.coded), geometry.rotates, bool(geometry.mixtures or geometry.borrows or geometry.encoder)),
     )
     if asked.cache is None and _halves_cache(recipe, geometry, target):
         recipe = replace(recipe, cache="float16")
@@ -259,7 +259,7 @@ def resolve(
 
     ``calibrated`` tells that the build can calibrate, ``coded`` that the checkpoint stores integers, ``rotates`` that
     the model's residual stream can be rotated, ``one_graph`` that two would hold most of its weights twice, as those of
-    experts, or that it is a draft head which reads one token at a time.
+    experts, or that it is a draft head which reads one token at a time, or embeds or ranks.
 
     Raises:
         UsageError: a value is out of range, contradicts another one or is not supported by the target.
@@ -400,9 +400,6 @@ def _for_diffusion(request: Request, geometry: Geometry) -> Request:
             raise UsageError(f"{name} is {format_value(value)}, which no diffusion model can have; leave it out")
     context = either(request.max_context, min(geometry.max_positions, ENCODER_CONTEXT))
     request = replace(request, max_context=context, prefill_chunk=context)
-    eight = {request.precision or "int8", request.head or "int8"} == {"int8"} and not (geometry.coded or request.layers)
-    if request.phases is None and eight:
-        request = replace(request, activations=either(request.activations, "per-token"))
     return replace(request, phases=either(request.phases, "shared"))
 
 
@@ -483,13 +480,15 @@ def _refuse_integer_keys(request: Request, precision: str, stored: set[str]) -> 
 
 
 def _activations(asked: str | None, phases: str, stored: set[str], target: Capabilities, spread: bool) -> str:
+    """``spread`` says that a shared graph is W8A8 unless the request says otherwise."""
     if phases == "shared":
-        if asked not in (None, "none") and (asked != "per-token" or "int4" in stored or target.has_gpu):
+        takes = ("none",) if "int4" in stored or target.has_gpu else ("none", "per-token")
+        if asked not in (None, *takes):
             raise UsageError(
-                f"activations is {asked!r}, but one graph for both phases takes only 'per-token', beside 8-bit weights "
-                "on cpu, or 'none'; leave it out"
+                f"activations is {asked!r}, but one graph for both phases takes only 'none', or 'per-token' beside "
+                "8-bit weights on cpu; leave it out"
             )
-        return either(asked, "per-token" if spread and not target.has_gpu else "none")
+        return either(asked, takes[spread and len(takes) - 1])
     found = str(_one_of("activations", either(asked, target.activations[0]), target.activations))
     if phases == "single" and found == "static" and "int8" not in stored:
         raise UsageError("activations is 'static', which goes with int8 weights, and there are none")

@@ -238,6 +238,22 @@ def test_outliers_that_nothing_spreads_leave_decode_a_graph_of_its_own():
         assert resolve(request, CPU, 2048, "default", rotates=False)[0].phases == "split"
 
 
+@pytest.mark.parametrize(
+    ("request_", "one_graph", "activations"),
+    [
+        ({}, False, "per-token"),
+        ({"activations": "none"}, False, "none"),
+        ({"precision": "int4"}, False, "none"),
+        ({"layers": {"*.mlp.*": "int4"}}, False, "none"),
+        ({"precision": "fp16"}, False, "none"),
+        ({}, True, "none"),
+    ],
+)
+def test_one_graph_of_8_bits_that_is_asked_for_rounds_activations(request_, one_graph, activations):
+    recipe, _ = resolve(Request(**request_, phases="shared"), CPU, 2048, "x", one_graph=one_graph)
+    assert (recipe.phases, recipe.activations) == ("shared", activations)
+
+
 def test_what_is_asked_for_goes_over_what_the_recipe_says():
     both = Request(precision="fp32", max_batch=4).over(Request(precision="int4", max_context=7))
     assert both == Request(precision="fp32", max_context=7, max_batch=4)
@@ -309,7 +325,10 @@ def test_what_is_asked_for_beats_the_defaults_of_four_bits():
         ({"precision": "fp32", "activations": "per-token"}, "activations is for int8 and int4, the precision is fp32"),
         ({"precision": "fp16", "block_size": 32}, "block_size is for int8 and int4, the precision is fp16"),
         ({"symmetric": True}, "symmetric is for int4, the precision is int8"),
-        ({"scheme": "gptq", "phases": "shared", "activations": "none"}, "scheme = 'gptq' is for int4 and for prompts of a rotated"),
+        (
+            {"scheme": "gptq", "phases": "shared", "activations": "none"},
+            "scheme = 'gptq' is for int4 and for prompts of a rotated",
+        ),
         ({"smoothing": 1.01}, "smoothing is 1.01, expected 0.0 ... 1.0"),
         ({"smoothing": float("nan")}, "smoothing is nan, expected 0.0 ... 1.0"),
         ({"budget": Budget(min_agreement=98.0)}, "budget: min_agreement is 98.0, expected 0.0 ... 1.0"),
