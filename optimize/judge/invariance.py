@@ -141,7 +141,8 @@ class _Probe:
         rows, tokens = ids.shape
         indices = np.tile(np.arange(tokens - outputs, tokens), (rows, 1))
         call = Batch(phase, ids, past.astype(np.int64), indices, adapters=self._adapters[:rows])
-        return self._session.run(call).copy()
+        logits: NDArray[np.float32] = self._session.run(call).copy()
+        return logits
 
     def _step(self, phase: Phase, rows: int) -> Values:
         past = [len(prefix) for prefix in self._prefixes[:rows]]

@@ -119,17 +119,17 @@ def test_what_does_not_fit_exits_with_1_and_says_what_would(llmc, tiny_bundle: P
 
 
 @pytest.mark.usefixtures("roomy")
-@pytest.mark.parametrize("precision", ["--int8", "--int4"])
-def test_a_plan_compares_two_graphs_with_one_where_that_is_a_choice(llmc, tiny_export: Path, precision: str):
-    twice, once = (stages(llmc("plan", tiny_export, "--json", precision, *more).out) for more in ((), ("--small",)))
+@pytest.mark.parametrize("options", [["--recipe", "int8-fast"], ["--int4"]], ids=str)
+def test_a_plan_compares_two_graphs_with_one_where_that_is_a_choice(llmc, tiny_export: Path, options: list[str]):
+    twice, once = (stages(llmc("plan", tiny_export, "--json", *options, *more).out) for more in ((), ("--small",)))
     sizes = [{"disk": it["build"]["writes"], "memory": it["run"]["total"]} for it in (twice, once)]
     assert twice["run"]["graphs"] == once["run"]["graphs"] == {"two graphs": sizes[0], "one graph": sizes[1]}
     assert sizes[1]["disk"] < sizes[0]["disk"] and sizes[1]["memory"] < sizes[0]["memory"]
-    shown = llmc("plan", tiny_export, precision).out
+    shown = llmc("plan", tiny_export, *options).out
     assert re.search(r"on disk +at its peak\ntwo graphs .*\none graph .*\n", shown)
     advice = "build with --small, which holds the weights once and takes "
-    assert advice in llmc("plan", tiny_export, precision, "--memory", sizes[1]["memory"]).err
-    assert advice not in llmc("plan", tiny_export, precision, "--memory", sizes[1]["memory"] - 1).err
+    assert advice in llmc("plan", tiny_export, *options, "--memory", sizes[1]["memory"]).err
+    assert advice not in llmc("plan", tiny_export, *options, "--memory", sizes[1]["memory"] - 1).err
 
 
 @pytest.mark.usefixtures("roomy")

@@ -98,7 +98,7 @@ def build_recipe(path: Path, export: Path, output: Path, calibration: Calibratio
     # built below, and int4 by most tests.
     [
         ("gemma2", [FOLDER / "int4-quality.toml"]),
-        ("gpt2", [FOLDER / "int8-small.toml"]),
+        ("gpt2", [FOLDER / "int8-fast.toml"]),
         ("phi3", [FOLDER / "int8.toml"]),
     ],
     ids=["gemma2", "gpt2", "phi3"],
