@@ -1,4 +1,4 @@
-"""Files asked for before they are read, so that the disk is busy while the processor is; and let go of afterwards."""
+"""Pages of files: asked for before they are read, so that the disk is busy meanwhile, and let go of afterwards."""
 
 import mmap
 import os

@@ -28,7 +28,13 @@ from llmc.runtime.host.threads import on_leaving, start
 from llmc.runtime.kv.host_cache import HostCache, LentCache
 from llmc.runtime.sessions.base import Batch, Phase, Session
 from llmc.runtime.sessions.onnxruntime.factors import RowFactors
-from llmc.runtime.sessions.onnxruntime.library import IN_PLACE, IN_PLACE_SINCE, inference_session, session_options
+from llmc.runtime.sessions.onnxruntime.library import (
+    IN_PLACE,
+    IN_PLACE_SINCE,
+    PACK_TOGETHER,
+    inference_session,
+    session_options,
+)
 from llmc.runtime.sessions.onnxruntime.onnx_file import LARGEST_GRAPH, check_weights
 from llmc.runtime.sessions.onnxruntime.replay import Named, Replay, States, bind
 from llmc.strict import open_regular, read_bytes
@@ -379,7 +385,8 @@ def open_later(runtime: Any, folder: Path, manifest: Manifest, name: str, thread
     except (OSError, ValueError) as error:
         raise BundleError(f"{path} or its weights cannot be read ({error}); build the bundle again") from error
     options = _options(runtime, manifest, threads)
-    options.add_session_config_entry(*IN_PLACE)
+    for entry in (IN_PLACE, PACK_TOGETHER):
+        options.add_session_config_entry(*entry)
     options.add_external_initializers_from_files_in_memory([WEIGHTS_FILE], [weights], [len(weights)])
     opened: Future[Any] = Future()
 
