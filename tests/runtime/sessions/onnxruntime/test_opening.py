@@ -97,9 +97,7 @@ def test_a_graph_that_cannot_be_opened_fails_every_step(gate: Gate, tiny_bundle:
     gate.opened.set()
     prefill(session)
     for _ in range(2):
-        with pytest.raises(
-            BundleError, match=r"decode.onnx: loading failed in ONNX Runtime .*; build"
-        ):
+        with pytest.raises(BundleError, match=r"decode.onnx: loading failed in ONNX Runtime .*; build"):
             decode(session)
     session.close()
 
