@@ -60,19 +60,21 @@ def decode(session: Session) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def wanted(tiny_bundle: Path) -> tuple[bytes, bytes]:
+def wanted(split_bundle: Path) -> tuple[bytes, bytes]:
     """Logits after the prompt, and of a step, of graphs that are opened together, as for an older engine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "IN_PLACE_SINCE", "999")
         patch.setattr(cpu, "open_later", None)
-        session = opened(tiny_bundle)
+        session = opened(split_bundle)
     found = prefill(session), decode(session)
     session.close()
     return found
 
 
-def test_a_prompt_is_computed_while_decodes_graph_is_opened(gate: Gate, tiny_bundle: Path, wanted: tuple[bytes, bytes]):
-    session = opened(tiny_bundle)
+def test_a_prompt_is_computed_while_decodes_graph_is_opened(
+    gate: Gate, split_bundle: Path, wanted: tuple[bytes, bytes]
+):
+    session = opened(split_bundle)
     assert gate.began.wait(PATIENCE_S)
     assert prefill(session) == wanted[0]
     gate.opened.set()
@@ -81,9 +83,9 @@ def test_a_prompt_is_computed_while_decodes_graph_is_opened(gate: Gate, tiny_bun
 
 
 def test_files_that_are_replaced_meanwhile_are_not_read(
-    gate: Gate, tiny_bundle: Path, tmp_path: Path, wanted: tuple[bytes, bytes]
+    gate: Gate, split_bundle: Path, tmp_path: Path, wanted: tuple[bytes, bytes]
 ):
-    folder = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    folder = Path(shutil.copytree(split_bundle, tmp_path / "bundle"))
     session = opened(folder)
     shutil.rmtree(folder)
     gate.opened.set()
@@ -91,9 +93,9 @@ def test_files_that_are_replaced_meanwhile_are_not_read(
     session.close()
 
 
-def test_a_graph_that_cannot_be_opened_fails_every_step(gate: Gate, tiny_bundle: Path):
+def test_a_graph_that_cannot_be_opened_fails_every_step(gate: Gate, split_bundle: Path):
     gate.fail = True
-    session = opened(tiny_bundle)
+    session = opened(split_bundle)
     gate.opened.set()
     prefill(session)
     for _ in range(2):
@@ -102,8 +104,8 @@ def test_a_graph_that_cannot_be_opened_fails_every_step(gate: Gate, tiny_bundle:
     session.close()
 
 
-def test_closing_waits_for_a_graph_that_is_opened(gate: Gate, tiny_bundle: Path):
-    session = opened(tiny_bundle)
+def test_closing_waits_for_a_graph_that_is_opened(gate: Gate, split_bundle: Path):
+    session = opened(split_bundle)
     closing = threading.Thread(target=session.close)
     closing.start()
     closing.join(0.05)
