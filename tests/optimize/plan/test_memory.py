@@ -122,8 +122,8 @@ def test_a_build_that_does_not_fit_leaves_nothing(tiny_export: Path, tmp_path: P
 # more a run was within a tenth.
 TOLERANCE = 0.4
 TOKENS = 512 + 64
-# Prints the peak of a process that feeds so many tokens, spread over the vocabulary: rows of the embedding that no token
-# reads may stay on disk.
+# Prints the peak of a process that feeds so many tokens, spread over the vocabulary: rows of the embedding that no
+# token reads may stay on disk.
 RUN = """
 import sys
 from llmc.runtime import load
