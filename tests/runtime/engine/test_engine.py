@@ -153,7 +153,7 @@ def test_a_call_that_fails_while_a_prompt_is_fed_ends_that_request_only(make_eng
         ([], {}, RequestError, "prompt is empty"),
         ([4096], {}, UsageError, r"prompt holds token id 4096, .* expected 0 \.\.\. 4095"),
         ([-1], {}, UsageError, "token id -1"),
-        (b"x", {}, UsageError, "the prompt is bytes"),
+        (b"x", {}, UsageError, "prompt is bytes"),
         ([1.5], {}, UsageError, "expected text or a list of token ids"),
         ([5] * 250, {"max_tokens": 7}, RequestError, r"250 tokens and 7 new ones .* holds 256; ask for at most 6,"),
         ([5] * 256, {"max_tokens": 1}, RequestError, "no room in a context of 256; shorten it, set on_overflow"),
