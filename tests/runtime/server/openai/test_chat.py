@@ -277,7 +277,7 @@ def test_a_tool_that_need_not_be_called_may_have_rules_that_cannot_be_enforced(a
     for refused in (ask(strict=True), ask(tool_choice="required")):
         error = refused.json()["error"]
         assert refused.status_code == 400 and "cannot be enforced" in error["message"]
-        assert error["param"] == PLACE and error["message"].startswith(f"{PLACE}: ")
+        assert error["param"] == PLACE and error["message"].startswith(f"{PLACE} ")
 
 
 def test_a_call_that_a_stop_text_breaks_off_is_text_in_every_dialect(able_http: httpx.Client):
