@@ -69,13 +69,21 @@ class Checkpoint:
 
 
 def with_codes(geometry: bundle.Geometry, tensors: Mapping[str, Weight]) -> bundle.Geometry:
-    """The inventory with the codes of those linears whose weights are quantized."""
+    """The inventory with the codes of those linears and tables whose weights are quantized."""
     names = {linear.name: f"{linear.name}.weight" for linear in geometry.linears}
     names |= {inventory.HEAD: EMBEDDING} if geometry.tied_head else {}
     found = {name: tensors.get(weight) for name, weight in names.items()}
     kinds = {name: tensor.kind for name, tensor in found.items() if isinstance(tensor, QuantizedTensor)}
     linears = tuple(replace(linear, codes=kinds.get(linear.name)) for linear in geometry.linears)
-    return replace(geometry, linears=linears, mixtures=tuple(_with_codes(it, tensors) for it in geometry.mixtures))
+    mixtures = tuple(_with_codes(it, tensors) for it in geometry.mixtures)
+    table, per_layer = (
+        _find_rows(tensors.get(f"{name}.weight")) for name in (inventory.EMBEDDING, inventory.PER_LAYER)
+    )
+    return replace(geometry, linears=linears, mixtures=mixtures, table_codes=table, per_layer_codes=per_layer)
+
+
+def _find_rows(table: Weight | None) -> inventory.Codes | None:
+    return (table.rows or table.kind) if isinstance(table, QuantizedTensor) else None
 
 
 def _with_codes(item: inventory.Experts, tensors: Mapping[str, Weight]) -> inventory.Experts:

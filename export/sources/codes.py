@@ -35,6 +35,7 @@ class QuantizedTensor:
         offsets: makes them, float32 [N, K / block]; None where all are zero.
         order: int32 [K] if columns are permuted: column k of W is column order[k] of ``codes``; else None.
         stacked: matrices of as many experts, one below the other; 0 of one that is none of an expert.
+        rows: the grid as the inventory lists it of a table, in the fewest bits; None where nothing else is known.
     """
 
     codes: StoredTensor | MadeTensor
@@ -44,6 +45,7 @@ class QuantizedTensor:
     offsets: Callable[[], NDArray[np.float32]] | None = None
     order: NDArray[np.int32] | None = None
     stacked: int = 0
+    rows: Codes | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

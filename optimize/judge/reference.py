@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from llmc import __version__
 from llmc.bundle import ExportManifest, read_export
 from llmc.exported import rows_of, sizes
-from llmc.inventory import EMBEDDING, HEAD, POSITIONS, Cache
+from llmc.inventory import EMBEDDING, HEAD, PER_LAYER, POSITIONS, Cache
 from llmc.optimize.lower.raising import find_weight
-from llmc.optimize.lower.rewrite import read_graph
+from llmc.optimize.lower.rewrite import read_graph, sole_consumer
 from llmc.optimize.progress import Progress, make_counter, silent
 from llmc.runtime.host import disk_cache
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime, translate_errors
@@ -44,7 +44,6 @@ class Reference:
         self.folder = export
         self.manifest: ExportManifest = read_export(export)
         self._model = read_graph(export)
-        self._table = next(node for node in self._model.graph if node.name == EMBEDDING)
         self._opened: tuple[tuple[str, ...], Any] | None = None
 
     @property
@@ -134,15 +133,21 @@ class Reference:
         return self._run_all({**known, **pasts}, [output, *shared])
 
     def _embed(self, ids: Ids) -> Float:
-        table = find_weight(self._table.inputs[0])
-        used, places = np.unique(ids, return_inverse=True)
-        rows: Float = np.stack([rows_of(table, token, token + 1)[0] for token in used.tolist()])
-        rows *= np.float32(self._factor("embedding_scale"))
-        vectors: Float = rows[places.reshape(ids.shape)]
+        [vectors] = self.look_up(EMBEDDING, ids).values()
+        vectors *= np.float32(self._factor("embedding_scale"))
         for node in self._model.graph:
             if node.name == POSITIONS:
                 vectors += rows_of(find_weight(node.inputs[0]), 0, ids.shape[1])
         return vectors
+
+    def look_up(self, table: str, ids: Ids) -> dict[str, Float]:
+        """Rows [B, S, N] of a table, by the name of their value in the graph, which makes floats of all rows."""
+        node = next(node for node in self._model.graph if node.name == table)
+        weight, cast = find_weight(node.inputs[0]), sole_consumer(node.outputs[0])
+        used, places = np.unique(ids, return_inverse=True)
+        rows: Float = np.stack([rows_of(weight, token, token + 1)[0] for token in used.tolist()])
+        value = (cast if cast is not None and cast.op_type == "Cast" else node).outputs[0]
+        return {str(value.name): rows[places.reshape(ids.shape)]}
 
     def _factor(self, name: str, default: float = 1.0) -> float:
         """Factor of the module of this name, ``default`` if the decoder has none."""
@@ -190,8 +195,8 @@ class LayerCalls:
         """Return what the layer reads beside hidden states and caches of its own."""
         geometry, found = self._reference.manifest.geometry, dict[str, Any]()
         if geometry.per_layer:
-            name, known = f"per_layer.{layer}", {"input_ids": self._ids, "hidden.0": self._embedded}
-            found[name] = self._reference._run(known, name)
+            name, known = f"per_layer.{layer}", self._reference.look_up(PER_LAYER, self._ids)
+            found[name] = self._reference._run({**known, "hidden.0": self._embedded}, name)
         for cache in geometry.source_of(layer):
             found |= {name: self._kept[name] for name in cache.outputs}
             found["logit_indices"] = every_row(self._ids)

@@ -20,6 +20,7 @@ from llmc.export.sources.gguf.blocks import LAYOUTS
 from llmc.export.sources.gguf.header import BLOCKS
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.streaming import StreamedDecoder
+from llmc.inventory import Codes
 
 # Cases of the converter's every turn: rows of rotated heads, biases, factors of the rope, a tied head, wide heads.
 CONVERTED: dict[str, dict[str, Any]] = {
@@ -220,23 +221,24 @@ def unpacked(mixed) -> Any:
     return model
 
 
-def test_linears_keep_their_codes_and_an_embedding_apart_is_unpacked_to_the_nearest_float16(mixed, unpacked):
+def test_linears_and_an_embedding_apart_keep_their_codes(mixed, unpacked):
     found, kept = read_checkpoint(mixed), 0
     for name, weight in unpacked.state_dict().items():
         tensor = found.tensors[name]
         kept += isinstance(tensor, QuantizedTensor)
         dtype = np.float32 if isinstance(tensor, QuantizedTensor) else array_type(tensor.dtype)
         np.testing.assert_array_equal(values(found, name), weight.numpy().astype(dtype))
-    assert kept == 7
-    assert found.notes == ("model.gguf: 1 Q8_0 tensors were unpacked to float16, rounded to the nearest",)
+    assert kept == 8
+    assert (found.notes, found.geometry.table_codes) == ((), Codes(8, 32, zero_points=False, half=True))
 
 
-@pytest.mark.parametrize(("kind", "kept"), [("Q6_K", True), ("Q5_K", False)])
-def test_a_tied_table_keeps_its_codes_where_they_have_no_minima(kind, kept, random_checkpoint, tmp_path):
+@pytest.mark.parametrize(("kind", "bits", "block"), [("Q6_K", 6, 16), ("Q5_K", 5, 32)])
+def test_a_tied_table_keeps_its_codes_and_minima(kind, bits, block, random_checkpoint, tmp_path):
     folder = random_checkpoint("llama-llama3-rope-tied", **WIDE)
     found = read_checkpoint(write_gguf(folder, tmp_path / "model.gguf", kind))
-    assert isinstance(found.tensors["model.embed_tokens.weight"], QuantizedTensor) == kept
-    assert len(found.notes) == (not kept)
+    assert isinstance(found.tensors["model.embed_tokens.weight"], QuantizedTensor)
+    assert found.geometry.table_codes == Codes(bits, block, zero_points=False, offsets=kind == "Q5_K")
+    assert found.geometry.linear["lm_head"].codes == Codes(8, block, zero_points=False, offsets=kind == "Q5_K")
 
 
 def test_value_heads_are_in_order_in_integers_too(random_checkpoint, tmp_path):
@@ -259,7 +261,8 @@ def test_codes_scales_and_offsets_of_every_type_stand_for_what_gguf_unpacks(kind
     raw = random_blocks(plain.shape, kind) if kind in PLACES else gguf.quantize(plain, Kind[kind])
     layout, blocks = LAYOUTS[kind], raw.reshape(4, 2, size)
     codes = layout.codes(blocks)
-    assert codes.dtype == np.int8 and np.abs(codes.astype(int)).max() <= 1 << (layout.bits - 1)
+    middle = 1 << (layout.bits - 1)
+    assert codes.dtype == np.int8 and -middle <= codes.min() and codes.max() < middle
     np.testing.assert_array_equal(layout.unpack(blocks).reshape(4, -1), gguf.dequantize(raw, Kind[kind]))
 
 

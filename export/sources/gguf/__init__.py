@@ -15,7 +15,7 @@ from llmc.export.sources.codes import Weight
 from llmc.export.sources.gguf.architectures import read_config
 from llmc.export.sources.gguf.config import Metadata
 from llmc.export.sources.gguf.header import SUFFIX, Header, read_header
-from llmc.export.sources.gguf.tensors import count_unpacked_types, decoder_tensors, read_factors, read_small
+from llmc.export.sources.gguf.tensors import decoder_tensors, read_factors, read_small
 from llmc.export.sources.gguf.tokenizer import read_tokenizer
 from llmc.export.sources.tokens import cut_tokenizer
 
@@ -81,7 +81,7 @@ def read_gguf(path: Path) -> GgufModel:
         tensors,
         tuple(header.path for header in headers),
         linked,
-        (*tokenizer.notes, *notes, *_notes(path, count_unpacked_types(headers, tensors, config["model_type"]))),
+        (*tokenizer.notes, *notes),
     )
 
 
@@ -119,10 +119,3 @@ def _generation(metadata: Mapping[str, Any]) -> dict[str, Any]:
     found = {_SAMPLING.get(key, key): value for key, value in advised.items()}
     samples = any(name in found for name in _SAMPLED) and found.get("temperature", 1.0) != 0
     return {"do_sample": samples, **found} if found else {}
-
-
-def _notes(path: Path, kinds: Mapping[str, int]) -> tuple[str, ...]:
-    if not kinds:
-        return ()
-    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    return (f"{path.name}: {counts} tensors were unpacked to float16, rounded to the nearest",)

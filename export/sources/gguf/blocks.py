@@ -26,11 +26,12 @@ class Layout:
     """The form in which a type's weights are kept.
 
     Attributes:
-        bits: of a code in an export.
+        bits: fewest that hold every code.
         block: weights that share a scale.
         codes: uint8 [R, B, bytes] -> int8 codes [R, B, weights].
         scales: the same bytes -> float32 [R, B, scales].
         offsets: the same bytes -> float32 [R, B, scales], None where they are all zero.
+        half: whether scales are stored as float16.
     """
 
     bits: int
@@ -38,6 +39,7 @@ class Layout:
     codes: Callable[[Bytes], Array]
     scales: Callable[[Bytes], Array]
     offsets: Callable[[Bytes], Array] | None = None
+    half: bool = False
 
     def unpack(self, blocks: Bytes) -> Array:
         """The weights that the blocks stand for, float32 [R, B, weights]."""
@@ -76,6 +78,7 @@ def _shifted(
     codes: Callable[[Bytes], Array],
     parts: Callable[[Bytes], tuple[Array, Array]],
     block: int = 32,
+    half: bool = False,
 ) -> Layout:
     """Unsigned codes with a scale and a minimum, which ``parts`` reads: w = (code - middle) * scale + offset."""
 
@@ -84,7 +87,9 @@ def _shifted(
         found += scales * np.float32(middle)
         return found
 
-    return Layout(bits, block, lambda blocks: _less(codes(blocks), middle), lambda blocks: parts(blocks)[0], offsets)
+    return Layout(
+        bits, block, lambda blocks: _less(codes(blocks), middle), lambda blocks: parts(blocks)[0], offsets, half
+    )
 
 
 def _small_parts(blocks: Bytes) -> tuple[Array, Array]:
@@ -147,17 +152,17 @@ def _small_scales(blocks: Bytes) -> Array:
 
 
 LAYOUTS: dict[str, Layout] = {
-    "Q4_0": Layout(4, 32, lambda b: _less(_fields(b[..., 2:], 16, NIBBLES, 4), 8), _small_scales),
-    "Q4_1": _shifted(4, 8, lambda b: _fields(b[..., 4:], 16, NIBBLES, 4), _small_parts),
-    "Q5_0": Layout(8, 32, lambda b: _less(_five_bits(b, 2), 16), _small_scales),
-    "Q5_1": _shifted(8, 16, lambda b: _five_bits(b, 4), _small_parts),
-    "Q8_0": Layout(8, 32, lambda b: b[..., 2:].view(np.int8), _small_scales),
-    "Q2_K": _shifted(4, 2, lambda b: _fields(b[..., 16:80], 32, CRUMBS, 2), _q2_k_parts, 16),
-    "Q3_K": Layout(4, 16, lambda b: _less(_q3_k(b), 4), _q3_k_scales),
+    "Q4_0": Layout(4, 32, lambda b: _less(_fields(b[..., 2:], 16, NIBBLES, 4), 8), _small_scales, half=True),
+    "Q4_1": _shifted(4, 8, lambda b: _fields(b[..., 4:], 16, NIBBLES, 4), _small_parts, half=True),
+    "Q5_0": Layout(5, 32, lambda b: _less(_five_bits(b, 2), 16), _small_scales, half=True),
+    "Q5_1": _shifted(5, 16, lambda b: _five_bits(b, 4), _small_parts, half=True),
+    "Q8_0": Layout(8, 32, lambda b: b[..., 2:].view(np.int8), _small_scales, half=True),
+    "Q2_K": _shifted(2, 2, lambda b: _fields(b[..., 16:80], 32, CRUMBS, 2), _q2_k_parts, 16),
+    "Q3_K": Layout(3, 16, lambda b: _less(_q3_k(b), 4), _q3_k_scales),
     "Q4_K": _shifted(4, 8, lambda b: _fields(b[..., 16:], 32, NIBBLES, 4), _k_parts),
-    "Q5_K": _shifted(8, 16, _q5_k, _k_parts),
-    "Q6_K": Layout(8, 16, lambda b: _less(_q6_k(b), 32), lambda b: _half(b, 208) * b[..., 192:208].view(np.int8)),
-    "IQ4_NL": Layout(8, 32, lambda b: _IQ4[_fields(b[..., 2:], 16, NIBBLES, 4)], _small_scales),
+    "Q5_K": _shifted(5, 16, _q5_k, _k_parts),
+    "Q6_K": Layout(6, 16, lambda b: _less(_q6_k(b), 32), lambda b: _half(b, 208) * b[..., 192:208].view(np.int8)),
+    "IQ4_NL": Layout(8, 32, lambda b: _IQ4[_fields(b[..., 2:], 16, NIBBLES, 4)], _small_scales, half=True),
     "IQ4_XS": Layout(8, 32, lambda b: _IQ4[_fields(b[..., 8:], 16, NIBBLES, 4)], _iq4_xs_scales),
-    "MXFP4": Layout(8, 32, lambda b: _FP4[read_fp4(b)], _fp4_scales),
+    "MXFP4": Layout(5, 32, lambda b: _FP4[read_fp4(b)], _fp4_scales),
 }

@@ -1,8 +1,7 @@
 """A GGUF file's tensors as the decoder's: other names, other orders of rows, and types that must be unpacked.
 
-F32, F16 and BF16 are used in place. The other types are blocks of codes with scales, which matrices keep. Tables that
-multiply nothing, or have minima, become float16, at most 2^-11 (relative) from llama.cpp's float32 values. The rest,
-vectors and small matrices, becomes float32.
+F32, F16 and BF16 are used in place. The other types are blocks of codes with scales, which matrices and tables keep.
+The rest, vectors and small matrices, becomes float32.
 """
 
 import re
@@ -23,6 +22,7 @@ from llmc.export.sources.gguf.config import head_dim
 from llmc.export.sources.gguf.header import BLOCKS, Entry, Header
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.safetensors import StoredTensor
+from llmc.inventory import Codes
 from llmc.strict import open_regular
 
 # Types that need no unpacking, and their numpy types.
@@ -118,8 +118,9 @@ _OTHER_MODULES = {
     "gpt_neox": {"attn_qkv": "self_attn.query_key_value"},
     "gpt2": {"attn_qkv": "self_attn.c_attn"},
 }
-# Matrices whose integers a product takes.
+# Matrices that keep their integers.
 _KEPT = (
+    *(EMBEDDING, PER_LAYER, HEAD),
     *("_proj.weight", "query_key_value.weight", "c_attn.weight", "in_proj_qkv.weight", "in_proj_z.weight"),
     *("per_layer_input_gate.weight", "per_layer_projection.weight"),
 )
@@ -157,7 +158,7 @@ def decoder_tensors(headers: Sequence[Header], config: Mapping[str, Any]) -> tup
         if config["model_type"] == "gpt_oss" and "_exps." in entry.name:
             continue
         order = _order(entry, config)
-        found[name] = _tensor(path, entry, order, link, _unpacked_type(name, entry, order, config))
+        found[name] = _tensor(path, entry, order, link, _keeps(name, entry, order))
     if config["model_type"] == "gpt_oss":
         found |= _weave_experts({entry.name: (path, entry) for path, entry in entries})
     return found, link
@@ -285,17 +286,14 @@ def _exchange(count: int, shape: tuple[int, ...]) -> NDArray[np.int64]:
     return found
 
 
-def _unpacked_type(name: str, entry: Entry, order: Order | None, config: Mapping[str, Any]) -> str:
-    """The floats that blocks become, none where they are kept. A table that rows are read from has no place for
-    minima, nor for integers that no product shares."""
+def _keeps(name: str, entry: Entry, order: Order | None) -> bool:
+    """True if blocks are kept as integers; the rest becomes floats."""
     layout = LAYOUTS.get(entry.kind)
-    if layout and name in (EMBEDDING, PER_LAYER):
-        return "" if config["tie_word_embeddings"] and layout.offsets is None else "F16"
-    is_whole = layout and (order is None or order.columns is None or order.run % layout.block == 0)
-    return "" if is_whole and (name.endswith(_KEPT) or name == HEAD) else "F32"
+    is_whole = layout is not None and (order is None or order.columns is None or order.run % layout.block == 0)
+    return is_whole and name.endswith(_KEPT)
 
 
-def _tensor(path: Path, entry: Entry, order: Order | None, link: bool, unpacked: str) -> Weight:
+def _tensor(path: Path, entry: Entry, order: Order | None, link: bool, kept: bool) -> Weight:
     rows = partial(_rows, path, entry, order)
     if entry.name.endswith(".ssm_a"):
         return MadeTensor("F32", entry.shape, lambda: rows(partial(_logarithms, path, entry)))
@@ -303,31 +301,33 @@ def _tensor(path: Path, entry: Entry, order: Order | None, link: bool, unpacked:
         if link and order is None:
             return StoredTensor(path.name, entry.offset, entry.length, entry.kind, entry.shape)
         return MadeTensor(entry.kind, entry.shape, lambda: rows(partial(_plain, entry)))
-    if not unpacked:
+    if kept:
         flat = replace(entry, shape=(prod(entry.shape[:-1]), entry.shape[-1]))
-        kept = _codes(path, flat, partial(_rows, path, flat, order))
-        return replace(kept, stacked=entry.shape[0] if len(entry.shape) > 2 else 0)
-    return MadeTensor(unpacked, entry.shape, lambda: rows(partial(_unpack_rows, path, entry, unpacked)))
+        codes = _codes(path, flat, partial(_rows, path, flat, order))
+        return replace(codes, stacked=entry.shape[0] if len(entry.shape) > 2 else 0)
+    return MadeTensor("F32", entry.shape, lambda: rows(partial(_unpack_rows, path, entry)))
 
 
 def _codes(path: Path, entry: Entry, rows: Callable[[Callable[[Bytes], Any]], Iterator[Any]]) -> QuantizedTensor:
     """Codes, scales and offsets as they are; see :mod:`llmc.export.sources.gguf.blocks`."""
     (_, size), layout = BLOCKS[entry.kind], LAYOUTS[entry.kind]
+    dtype = "I4" if layout.bits <= 4 else "I8"
 
     def read(part: Callable[[Bytes], NDArray[Any]]) -> Iterator[NDArray[Any]]:
         return rows(lambda raw: part(raw.reshape(len(raw), -1, size)).reshape(len(raw), -1))
 
     def codes() -> Iterator[NDArray[Any]]:
-        return (pack_codes(piece) if layout.bits == 4 else piece for piece in read(layout.codes))
+        return (pack_codes(piece) if dtype == "I4" else piece for piece in read(layout.codes))
 
     def whole(part: Callable[[Bytes], NDArray[np.float32]]) -> NDArray[np.float32]:
         return _check_numbers(path, entry, np.concatenate(list(read(part))))
 
     return QuantizedTensor(
-        MadeTensor(f"I{layout.bits}", entry.shape, codes),
+        MadeTensor(dtype, entry.shape, codes),
         layout.block,
         partial(whole, layout.scales),
         offsets=None if layout.offsets is None else partial(whole, layout.offsets),
+        rows=Codes(layout.bits, layout.block, False, layout.offsets is not None, half=layout.half),
     )
 
 
@@ -363,28 +363,16 @@ def _logarithms(path: Path, entry: Entry, raw: Bytes) -> NDArray[np.float32]:
         return _check_numbers(path, entry, np.log(-_plain(entry, raw).astype(np.float64)).astype(np.float32))
 
 
-def _unpack_rows(path: Path, entry: Entry, dtype: str, raw: Bytes) -> NDArray[Any]:
+def _unpack_rows(path: Path, entry: Entry, raw: Bytes) -> NDArray[Any]:
     """Bytes of rows in blocks as floats [rows, ...]."""
     with np.errstate(over="ignore", invalid="ignore"):
-        blocks = raw.reshape(len(raw), -1, BLOCKS[entry.kind][1])
-        values: NDArray[Any] = LAYOUTS[entry.kind].unpack(blocks).astype(array_type(dtype))
+        values = LAYOUTS[entry.kind].unpack(raw.reshape(len(raw), -1, BLOCKS[entry.kind][1]))
     return _check_numbers(path, entry, values).reshape(raw.shape[0], *entry.shape[1:])
 
 
 def _check_numbers(path: Path, entry: Entry, values: NDArray[Any]) -> NDArray[Any]:
     if not np.isfinite(values).all():
         raise CheckpointError(
-            f"{path}: {entry.name} holds weights that are no numbers, or too large for float16; the file is broken, "
-            "download it again"
+            f"{path}: {entry.name} holds weights that are no numbers; the file is broken, download it again"
         )
     return values
-
-
-def count_unpacked_types(headers: Sequence[Header], tensors: Mapping[str, Weight], family: str) -> dict[str, int]:
-    kinds = [
-        entry.kind
-        for header in headers
-        for entry in header.tensors
-        if (it := tensors.get(parameter(entry.name, family))) and it.dtype == "F16"
-    ]
-    return {kind: kinds.count(kind) for kind in BLOCKS if kind in kinds and kind not in STORED}
