@@ -78,21 +78,21 @@ _BITS = (np.arange(256)[:, None] >> np.arange(8) & 1).astype(np.float32)
 def _unpack_rows(emit: Emitter, table: CodedTensor, context: LoweringContext) -> ir.Value:
     """Rows [B, S, H] of codes of any width, each bit of them times its value, in the compute type."""
     codes, scales = context.weights.add([f"{table.name}.rows", f"{table.name}.rows.scales"], lambda: _pack_rows(table))
-    rows, graph = _gather(emit, codes), emit.graph
+    rows, graph, (_, hidden) = _gather(emit, codes), emit.graph, sizes(table)
     if codes.dtype == ir.DataType.INT8:
         rows = emit("Cast", rows, to=ir.DataType.FLOAT)
     else:
         _, bits, _ = sizes(codes)
         values = np.array([[*(2**bit for bit in range(bits - 1)), -(2 ** (bits - 1))]], np.float32)
         rows = emit("Gather", constant(graph, "bits_of_bytes", _BITS), emit("Cast", rows, to=ir.DataType.INT32), axis=0)
-        rows = emit("Reshape", rows, vector(graph, [0, 0, bits, -1]))
+        rows = emit("Reshape", rows, vector(graph, [0, 0, bits, hidden]))
         rows = emit("MatMul", constant(graph, f"values_of_{bits}_bits", values), rows)
     factors = emit_conversion(emit, _gather(emit, scales), scales.dtype, ir.DataType.FLOAT)
-    rows = emit("Mul", emit("Reshape", rows, vector(graph, [0, 0, -1, table.block])), factors)
+    rows = emit("Mul", emit("Reshape", rows, vector(graph, [0, 0, hidden // table.block, table.block])), factors)
     rows = emit_conversion(emit, rows, ir.DataType.FLOAT, context.type)
     if table.offsets is not None:
         return _add_offsets(emit, rows, table, context)
-    return emit("Reshape", rows, vector(graph, [0, 0, -1]))
+    return emit("Reshape", rows, vector(graph, [0, 0, hidden]))
 
 
 def _pack_rows(table: CodedTensor) -> list[NDArray[np.generic]]:
@@ -101,7 +101,8 @@ def _pack_rows(table: CodedTensor) -> list[NDArray[np.generic]]:
     codes, scales, zeros, _ = codes_of(table)
     assert zeros is None and table.order is None, f"{table.name}: rows have scales and offsets alone"
     bits = max(int(codes.max()), ~int(codes.min())).bit_length() + 1
-    halves = scales.astype(np.float16)
+    with np.errstate(over="ignore"):
+        halves = scales.astype(np.float16)
     exact = np.array_equal(halves, scales)
     planes = [np.packbits(codes >> bit & 1, axis=1, bitorder="little") for bit in range(bits if bits < 8 else 0)]
     return [np.stack(planes, 1) if planes else codes, (halves if exact else scales)[..., None]]
@@ -112,8 +113,9 @@ def _add_offsets(emit: Emitter, rows: ir.Value, table: CodedTensor, context: Low
     assert table.offsets is not None
     offsets, kind = table.offsets, context.array_type
     (stored,) = context.weights.add([f"{table.name}.rows.offsets.{kind}"], lambda: [rows_of(offsets).astype(kind)])
-    groups = emit("Reshape", rows, vector(emit.graph, [0, 0, -1, table.block]))
-    return emit("Reshape", emit("Add", groups, _gather(emit, stored)), vector(emit.graph, [0, 0, -1]))
+    hidden = sizes(table)[1]
+    groups = emit("Reshape", rows, vector(emit.graph, [0, 0, hidden // table.block, table.block]))
+    return emit("Reshape", emit("Add", groups, _gather(emit, stored)), vector(emit.graph, [0, 0, hidden]))
 
 
 def _gather(emit: Emitter, table: ir.ExternalTensor) -> ir.Value:

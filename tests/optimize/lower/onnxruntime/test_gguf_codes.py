@@ -23,7 +23,7 @@ from llmc.optimize.targets import capabilities
 # Largest difference of a weight whose offset is rounded to 8 bits, in steps of these: the best scale clips a few beyond
 # half a step. The offset of another block is off by up to 250 steps.
 OFFSET_STEPS = 1.0
-# Norms, rotary tables, the rotation and padding to pages, which plans leave out, of the weights of a model of one layer.
+# Norms, rotary tables, a rotation and padding to pages, which plans leave out: of the weights of a model of one layer.
 LEFT_OUT = 0.1
 # Activations in 8 bits alone cost less; another scale or minimum costs nats.
 MOST_KL = 0.01
