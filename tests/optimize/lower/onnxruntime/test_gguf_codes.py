@@ -23,8 +23,8 @@ from llmc.optimize.targets import capabilities
 # Largest difference of a weight whose offset is rounded to 8 bits, in steps of these: the best scale clips a few beyond
 # half a step. The offset of another block is off by up to 250 steps.
 OFFSET_STEPS = 1.0
-# Norms, rotary tables, a rotation and padding to pages, which plans leave out: of the weights of a model of one layer.
-LEFT_OUT = 0.1
+# Norms, rotary tables and padding to pages, which plans leave out: of the weights of a model of one layer.
+LEFT_OUT = 0.02
 # Activations in 8 bits alone cost less; another scale or minimum costs nats.
 MOST_KL = 0.01
 # Largest difference of logits from those of dequantized weights, of the largest: offsets are rounded.
@@ -105,9 +105,9 @@ def test_a_bundle_with_a_coded_table_takes_the_planned_bytes(tied, one_layer, tm
     save_file(tensors, folder / "model.safetensors")
     path = write_gguf(folder, tmp_path / "tiny.gguf", defaultdict(lambda: "Q8_0", {"token_embd.weight": "Q4_K"}))
     built = build(export(path, tmp_path / "export").output, tmp_path / "bundle", max_context=64).manifest
-    planned, written = bundle_bytes(built.geometry, built.recipe, built.limits, 0), built.files["weights.bin"].size
-    assert (1 - LEFT_OUT) * written < planned <= written
     vocab, hidden = built.geometry.vocab_size, built.geometry.hidden_size
+    planned = bundle_bytes(built.geometry, built.recipe, built.limits, 0) + 4 * hidden**2  # the rotation of prompts
+    assert (1 - LEFT_OUT) * built.files["weights.bin"].size < planned <= built.files["weights.bin"].size
     assert built.memory.embedding == vocab * (hidden // 2 + hidden // 32 * (4 + 4))
     assert built.quality is not None and built.quality.phases["decode"].mean_kl < MOST_KL
 
