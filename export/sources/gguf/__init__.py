@@ -39,8 +39,7 @@ class GgufModel:
         generation: contents of its ``generation_config.json``.
         texts: contents of the other files that an export needs, by file name.
         tensors: by the names of the decoder's parameters.
-        files: all of them.
-        linked: whether the export uses tensors of these files in place.
+        files: all of them; the export uses tensors in place.
         notes: sentences about what was changed.
     """
 
@@ -49,7 +48,6 @@ class GgufModel:
     texts: dict[str, str]
     tensors: dict[str, Weight]
     files: tuple[Path, ...]
-    linked: bool
     notes: tuple[str, ...]
 
 
@@ -72,7 +70,7 @@ def read_gguf(path: Path) -> GgufModel:
     tokens = {TOKENIZER_FILE: tokenizer.json, TOKENIZER_CONFIG_FILE: tokenizer.config}
     cut, notes = cut_tokenizer(str(path), tokens, config["vocab_size"])
     config |= {"bos_token_id": tokenizer.bos, "eos_token_id": list(tokenizer.ends)}
-    tensors, linked = decoder_tensors(headers, config)
+    tensors = decoder_tensors(headers, config)
     texts = {name: json.dumps(content, ensure_ascii=False) for name, content in {CONFIG_FILE: config, **tokens}.items()}
     return GgufModel(
         config,
@@ -80,7 +78,6 @@ def read_gguf(path: Path) -> GgufModel:
         texts | cut,
         tensors,
         tuple(header.path for header in headers),
-        linked,
         (*tokenizer.notes, *notes),
     )
 

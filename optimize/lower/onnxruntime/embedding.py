@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmc.exported import CodedTensor, Weight, codes_of, rows_of, sizes
+from llmc.exported import CodedTensor, Weight, sizes
 from llmc.inventory import EMBEDDING, PER_LAYER, POSITIONS
 from llmc.optimize.lower.context import Float16, LoweringContext, OwnCodes, WeightOnly, choose_table_config
 from llmc.optimize.lower.linears import replace_gather
@@ -78,7 +78,7 @@ _BITS = (np.arange(256)[:, None] >> np.arange(8) & 1).astype(np.float32)
 def _unpack_rows(emit: Emitter, table: CodedTensor, context: LoweringContext) -> ir.Value:
     """Rows [B, S, H] of codes of any width, each bit of them times its value, in the compute type."""
     codes, scales = context.weights.add([f"{table.name}.rows", f"{table.name}.rows.scales"], lambda: _pack_rows(table))
-    rows, graph, (_, hidden) = _gather(emit, codes), emit.graph, sizes(table)
+    rows, graph, (_, hidden), block = _gather(emit, codes), emit.graph, sizes(table), table.kind.block
     if codes.dtype == ir.DataType.INT8:
         rows = emit("Cast", rows, to=ir.DataType.FLOAT)
     else:
@@ -88,9 +88,9 @@ def _unpack_rows(emit: Emitter, table: CodedTensor, context: LoweringContext) ->
         rows = emit("Reshape", rows, vector(graph, [0, 0, bits, hidden]))
         rows = emit("MatMul", constant(graph, f"values_of_{bits}_bits", values), rows)
     factors = emit_conversion(emit, _gather(emit, scales), scales.dtype, ir.DataType.FLOAT)
-    rows = emit("Mul", emit("Reshape", rows, vector(graph, [0, 0, hidden // table.block, table.block])), factors)
+    rows = emit("Mul", emit("Reshape", rows, vector(graph, [0, 0, hidden // block, block])), factors)
     rows = emit_conversion(emit, rows, ir.DataType.FLOAT, context.type)
-    if table.offsets is not None:
+    if table.kind.offsets:
         return _add_offsets(emit, rows, table, context)
     return emit("Reshape", rows, vector(graph, [0, 0, hidden]))
 
@@ -98,7 +98,7 @@ def _unpack_rows(emit: Emitter, table: CodedTensor, context: LoweringContext) ->
 def _pack_rows(table: CodedTensor) -> list[NDArray[np.generic]]:
     """Codes [N, K] in as few bits as hold them all: of each row the lowest bits, eight to a byte, then the next ones,
     uint8 [N, bits, K / 8], or int8 [N, K]; and scales [N, groups, 1], float16 where that is exact."""
-    codes, scales, zeros, _ = codes_of(table)
+    codes, scales, zeros, _ = table.read()
     assert zeros is None and table.order is None, f"{table.name}: rows have scales and offsets alone"
     bits = max(int(codes.max()), ~int(codes.min())).bit_length() + 1
     with np.errstate(over="ignore"):
@@ -110,11 +110,15 @@ def _pack_rows(table: CodedTensor) -> list[NDArray[np.generic]]:
 
 def _add_offsets(emit: Emitter, rows: ir.Value, table: CodedTensor, context: LoweringContext) -> ir.Value:
     """Rows [B, S, H], and the checkpoint's offset of each block added."""
-    assert table.offsets is not None
-    offsets, kind = table.offsets, context.array_type
-    (stored,) = context.weights.add([f"{table.name}.rows.offsets.{kind}"], lambda: [rows_of(offsets).astype(kind)])
-    hidden = sizes(table)[1]
-    groups = emit("Reshape", rows, vector(emit.graph, [0, 0, hidden // table.block, table.block]))
+
+    def make() -> list[NDArray[np.generic]]:
+        *_, offsets = table.read()
+        assert offsets is not None
+        return [offsets[..., None].astype(context.array_type)]
+
+    (stored,) = context.weights.add([f"{table.name}.rows.offsets.{context.compute}"], make)
+    (_, hidden), block = sizes(table), table.kind.block
+    groups = emit("Reshape", rows, vector(emit.graph, [0, 0, hidden // block, block]))
     return emit("Reshape", emit("Add", groups, _gather(emit, stored)), vector(emit.graph, [0, 0, hidden]))
 
 

@@ -12,13 +12,11 @@ from doubles.lowerings import open_session
 
 from llmc.bundle import Geometry, Limits
 from llmc.export.sources.checkpoint import read_checkpoint
-from llmc.export.sources.codes import flatten_tensors
-from llmc.export.sources.gguf.blocks import LAYOUTS
-from llmc.export.sources.made import write_made
+from llmc.ggml import LAYOUTS
 from llmc.inventory import EMBEDDING
 from llmc.optimize.lower.context import LoweringContext, QuantConfigs, choose_table_config, quant_configs
 from llmc.optimize.lower.onnxruntime.embedding import lower_embedding
-from llmc.optimize.lower.rewrite import remove_dead
+from llmc.optimize.lower.rewrite import LLMC, remove_dead
 from llmc.optimize.plan.memory import table_bytes
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import OLD, capabilities
@@ -26,36 +24,22 @@ from llmc.optimize.weights.file import WeightFile
 from llmc.optimize.weights.store import Calibrated
 
 TABLE = f"{EMBEDDING}.weight"
-TYPES = {"I4": ir.DataType.INT4, "I8": ir.DataType.INT8, "F32": ir.DataType.FLOAT}
 
 
 def write_table(path: Path, folder: Path) -> tuple[ir.Model, Geometry]:
     """A GGUF file's table as an export has it: a graph that gathers rows of it, and the model's inventory."""
     checkpoint = read_checkpoint(path)
-    parts = {name: it for name, it in flatten_tensors(checkpoint.tensors).items() if name.startswith(TABLE)}
-    values = {}
-    for name, it in write_made(parts, folder)[0].items():
-        place = (it.file, it.offset, it.length, TYPES[it.dtype])
-        tensor = ir.ExternalTensor(*place, shape=ir.Shape(it.shape), name=name, base_dir=folder)
-        values[name] = ir.val(name, const_value=tensor)
-    rows, columns = parts[TABLE].shape
-    block = columns // parts[f"{TABLE}.scales"].shape[1]
+    table = checkpoint.tensors[TABLE]
+    [stored] = table.parts().values()
+    place = (stored.file, stored.offset, stored.length, ir.DataType.UINT8)
+    tensor = ir.ExternalTensor(*place, shape=ir.Shape(stored.shape), name=TABLE, base_dir=folder)
+    packed = ir.val(TABLE, const_value=tensor)
     ids = ir.val("input_ids", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["batch", "sequence"]))
-    scaled = [values[TABLE], values[f"{TABLE}.scales"]]
-    nodes = [ir.node("DequantizeLinear", scaled, {"axis": 1, "block_size": block})]
-    if (offsets := values.get(f"{TABLE}.offsets")) is not None:
-        apart, whole = (
-            ir.val(str(shape), const_value=ir.tensor(shape, name=str(shape)))
-            for shape in ([rows, -1, block], [rows, columns])
-        )
-        values |= {str(it.name): it for it in (apart, whole)}
-        nodes.append(ir.node("Reshape", [nodes[-1].outputs[0], apart]))
-        nodes.append(ir.node("Add", [nodes[-1].outputs[0], offsets]))
-        nodes.append(ir.node("Reshape", [nodes[-1].outputs[0], whole]))
-    nodes.append(ir.node("Gather", [nodes[-1].outputs[0], ids], {"axis": 0}, name=EMBEDDING))
-    out = nodes[-1].outputs[0]
-    out.name, out.type, out.shape = "rows", ir.TensorType(ir.DataType.FLOAT), ir.Shape(["batch", "sequence", columns])
-    graph = ir.Graph([ids], [out], nodes=nodes, initializers=list(values.values()), name="table")
+    unpack = ir.node(table.dtype, [packed], domain=LLMC)
+    gather = ir.node("Gather", [unpack.outputs[0], ids], {"axis": 0}, name=EMBEDDING)
+    [out] = gather.outputs
+    out.name, out.type = "rows", ir.TensorType(ir.DataType.FLOAT)
+    graph = ir.Graph([ids], [out], nodes=[unpack, gather], initializers=[packed], name="table")
     return ir.Model(graph, ir_version=OLD[1]), checkpoint.geometry
 
 
