@@ -80,7 +80,7 @@ def benchmark(
         raise UsageError(
             "bundle",
             f"{folder} fills masks, block by block, and has neither prefill nor decode to time",
-            f"llmc run {folder} --stats says how fast an answer came, and recipes/benchmarks/diffusion.py compares it",
+            f"llmc run {folder} --stats says how fast an answer came",
         )
     if prompt_length < 1 or new_tokens < 2 or repeats < 1 or prompt_length + new_tokens > context:
         raise UsageError(
