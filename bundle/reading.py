@@ -270,30 +270,31 @@ def refuse_to_leave(folder: Path, name: str) -> None:
 
 
 def _read(folder: Path, name: str, kind: type[T], remedy: str) -> T:
-    path = folder / name
-    data = _load(path, remedy)
+    data = _load(folder / name, remedy)
     version = data.get("schema_version") if isinstance(data, dict) else None
     if type(version) is not int or version < 1:
-        raise BundleError(f"{path} is corrupt (no schema_version); make it again with: {remedy}")
+        raise BundleError(f"{name} is corrupt (no schema_version)", f"make it again with: {remedy}", path=folder)
     writer = ascii(data.get("llmc_version"))[:40].strip("'")
     if version < SCHEMA_VERSION:
         raise BundleError(
-            f"{path} has schema version {version} of an older llmc ({writer}), this one reads "
-            f"{SCHEMA_VERSION}; {_name_origin(data)}make it again with: {remedy}"
+            f"{name} has schema version {version} of an older llmc ({writer}), this one reads {SCHEMA_VERSION}",
+            f"{_name_origin(data)}make it again with: {remedy}",
+            path=folder,
         )
     if version > SCHEMA_VERSION:
         raise BundleError(
-            f"{path} has schema version {version}, written by llmc {writer}; this llmc reads up to "
-            f"{SCHEMA_VERSION}; use that version of llmc or a newer one"
+            f"{name} has schema version {version}, written by llmc {writer}; this llmc reads up to {SCHEMA_VERSION}",
+            "use that version of llmc or a newer one",
+            path=folder,
         )
     contract = data.get("graph_contract", GRAPH_CONTRACT_VERSION)
     if type(contract) is int and contract != GRAPH_CONTRACT_VERSION:  # first: its manifest may have other fields, too
         found = f"graph contract {contract}, not {GRAPH_CONTRACT_VERSION}"
-        raise BundleError(f"{path} follows {found}; make it again with: {remedy}")
+        raise BundleError(f"{name} follows {found}", f"make it again with: {remedy}", path=folder)
     try:
         manifest: T = decode(kind, data)
     except LlmcError as error:
-        raise BundleError(f"{path} is corrupt ({error}); make it again with: {remedy}") from error
+        raise BundleError(f"{name} is corrupt ({error})", f"make it again with: {remedy}", path=folder) from error
     return manifest
 
 
@@ -317,6 +318,8 @@ def _load(path: Path, remedy: str) -> Any:
             f"no {path.name} here, not written by llmc", f"make it with: {remedy}", path=path.parent
         ) from None
     except OSError as error:
-        raise BundleError(f"{path} cannot be read ({error.strerror})") from error
+        raise BundleError(f"{path.name} cannot be read ({error.strerror})", path=path.parent) from error
     except ValueError as error:
-        raise BundleError(f"{path} is corrupt ({error}); make it again with: {remedy}") from error
+        raise BundleError(
+            f"{path.name} is corrupt ({error})", f"make it again with: {remedy}", path=path.parent
+        ) from error

@@ -64,7 +64,7 @@ def cut(folder: Path, export: ExportManifest, count: int) -> tuple[Decoder, Deco
     """
     total, source, values = export.geometry.layers, StreamedDecoder(folder), read_json(folder / CONFIG_FILE)
     if not 1 <= count < total:
-        raise UsageError(f"layers is {count}, expected 1 ... {total - 1}, fewer than {folder} has")
+        raise UsageError("layers", f"is {count}, expected 1 ... {total - 1}, fewer than {folder} has")
     layers = [round(index * (total - 1) / max(count - 1, 1)) for index in range(count)]
     config = replace(source.config, layers=tuple(source.config.layers[index] for index in layers))
     values = {name: it for name, it in values.items() if name not in ("quantization_config", "compression_config")}
