@@ -143,8 +143,8 @@ def test_a_damaged_manifest_is_refused_by_the_name_of_the_field(folder: Path, ch
     edit(folder, change)
     with pytest.raises(BundleError, match=message) as caught:
         bundle.read_bundle(folder)
-    assert str(folder / BUNDLE_MANIFEST) in str(caught.value)
-    assert "llmc build" in str(caught.value)
+    assert caught.value.path == folder and caught.value.problem.startswith(BUNDLE_MANIFEST)
+    assert "llmc build" in caught.value.advice
 
 
 @pytest.mark.parametrize(
