@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles import invented
+from doubles.lowerings import open_session
 
 Feeds = dict[str, np.ndarray]
 Run = Callable[[Feeds], list[np.ndarray]]
@@ -398,11 +399,8 @@ def invented_family(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread(one_trace: None) -> None:
-    """The machine may be shared, and the models are tiny."""
-    import torch
-
-    torch.set_num_threads(1)
+def traced_once(one_trace: None) -> None:
+    """All exports of tiny checkpoints share their traces."""
 
 
 def make_case(name: str, folder: Path, **changes: Any) -> Case:
@@ -539,13 +537,9 @@ def invented_case(exported: Callable[..., Case]) -> Case:
 @pytest.fixture(scope="session")
 def onnxruntime_run() -> Callable[[Path], Run]:
     """Opens an exported folder in ONNX Runtime on the CPU."""
-    import onnxruntime as ort
 
     def open_graph(folder: Path) -> Run:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = 1
-        options.log_severity_level = 3  # it warns that the cache is copied, since nothing is bound in place here
-        session = ort.InferenceSession(folder / "decoder.onnx", options, providers=["CPUExecutionProvider"])
+        session = open_session(folder / "decoder.onnx")
         return lambda feeds: session.run(None, feeds)
 
     return open_graph

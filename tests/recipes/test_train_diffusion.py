@@ -6,7 +6,6 @@ from random import Random
 from types import ModuleType
 
 import pytest
-import torch
 from doubles import diffusing
 
 from llmc.export import export
@@ -20,7 +19,6 @@ CHECKPOINT = Path(__file__).parents[1] / "data" / "records"  # of train_diffusio
 
 @pytest.fixture(autouse=True)
 def source(script: Callable[[str], ModuleType]) -> ModuleType:
-    torch.set_num_threads(1)  # the machine may be shared, and the model is tiny
     return script("train_diffusion")
 
 

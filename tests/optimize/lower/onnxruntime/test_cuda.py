@@ -12,7 +12,6 @@ import onnx
 import onnx_ir as ir
 import pytest
 from doubles.lowerings import Lowering, difference, portable, relative_difference, varied
-from doubles.modules import random_checkpoints
 
 from llmc.bundle import Limits, Recipe
 from llmc.errors import BuildError
@@ -101,7 +100,7 @@ def lowered(tmp_path: Path) -> Callable[..., Lowered]:
 # ------------------------------------------------------------------------------------------------------------ float32
 
 
-@pytest.mark.parametrize("case", random_checkpoints().DENSE, indirect=True)
+@varied
 def test_float32_equals_the_portable_graph(case, lowered, decoder, portable_logits, ids):
     lowering = lowered(case.export, Float32(), "float32").lower()
     run = decoder(lowering.write(), lowering.geometry)
@@ -257,7 +256,7 @@ def test_every_operator_has_a_cuda_kernel(case, lowered, form, compute):
         assert first <= onnx.defs.get_schema(node.op_type, opset).since_version <= last, node.op_type
 
 
-@pytest.mark.parametrize("case", random_checkpoints().DENSE, indirect=True)
+@varied
 @pytest.mark.parametrize("compute", ["float16", "float32"])
 def test_no_value_goes_from_the_host_to_the_device_but_into_arguments_that_kernels_take_from_the_host(
     case, lowered, compute
