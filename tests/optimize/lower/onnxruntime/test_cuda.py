@@ -12,6 +12,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from doubles.lowerings import Lowering, difference, portable, relative_difference, varied
+from doubles.modules import random_checkpoints
 
 from llmc.bundle import Limits, Recipe
 from llmc.errors import BuildError
@@ -100,7 +101,7 @@ def lowered(tmp_path: Path) -> Callable[..., Lowered]:
 # ------------------------------------------------------------------------------------------------------------ float32
 
 
-@varied
+@pytest.mark.parametrize("case", random_checkpoints().DENSE, indirect=True)
 def test_float32_equals_the_portable_graph(case, lowered, decoder, portable_logits, ids):
     lowering = lowered(case.export, Float32(), "float32").lower()
     run = decoder(lowering.write(), lowering.geometry)
