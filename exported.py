@@ -1,11 +1,13 @@
 """The weights of an export, read by rows: its graph says where each of them lies."""
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 
 from llmc.bundle import DECODER_FILE
 from llmc.errors import BuildError, CheckpointError
+from llmc.ggml import LAYOUTS, Layout
 from llmc.inventory import Codes
 from llmc.origin import find_own_file, weight_files
 
@@ -31,17 +34,57 @@ def weights_identity(export: Path) -> list[tuple[str, int, int]]:
     return [(name, info.st_size, info.st_mtime_ns) for name, info in found]
 
 
-@dataclass(frozen=True)
-class CodedTensor:
+# Codes [n, K], scales [n, groups], zero points and offsets as scales, or None, of rows of a matrix.
+CodedRows = tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.int8] | None, NDArray[np.float32] | None]
+
+
+class CodedTensor(ABC):
     """A matrix W [N, K] that an export holds as integers, by blocks of columns:
     W = (codes - zero_points) * scales + offsets.
+
+    Attributes:
+        order: int32 [K], or None: column k of W is column order[k] of the codes.
+    """
+
+    order: ir.ExternalTensor | None = None
+
+    @property
+    @abstractmethod
+    def name(self) -> str | None: ...
+
+    @property
+    @abstractmethod
+    def shape(self) -> ir.Shape: ...
+
+    @property
+    @abstractmethod
+    def kind(self) -> Codes: ...
+
+    @abstractmethod
+    def read(self, start: int = 0, stop: int | None = None) -> CodedRows:
+        """Codes, scales, zero points and offsets of rows, columns as they are stored."""
+
+    def floats(self, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
+        """The rows of W that the codes stand for, float32 [n, K]."""
+        codes, scales, zeros, offsets = self.read(start, stop)
+        block, steps = self.kind.block, codes.astype(np.float32)
+        if zeros is not None:
+            steps -= np.repeat(zeros, block, axis=1)
+        steps *= np.repeat(scales, block, axis=1)
+        if offsets is not None:
+            steps += np.repeat(offsets, block, axis=1)
+        return steps if self.order is None else steps[:, read_integers(self.order)]
+
+
+@dataclass(frozen=True)
+class DequantizedTensor(CodedTensor):
+    """A matrix of integers whose parts lie apart, as a DequantizeLinear reads them.
 
     Attributes:
         codes: int4 or int8 [N, K].
         scales: float32 [N, K / block].
         zero_points: as the codes, [N, K / block], or None.
         offsets: float32 [N, K / block, 1], or None.
-        order: int32 [K], or None: column k of W is column order[k] of the codes.
     """
 
     codes: ir.ExternalTensor
@@ -61,12 +104,103 @@ class CodedTensor:
     @property
     def kind(self) -> Codes:
         bits = 4 if self.codes.dtype == ir.DataType.INT4 else 8
-        return Codes(bits, self.block, self.zero_points is not None, self.offsets is not None)
+        block = sizes(self.codes)[1] // sizes(self.scales)[1]
+        return Codes(bits, block, self.zero_points is not None, self.offsets is not None)
+
+    def read(self, start: int = 0, stop: int | None = None) -> CodedRows:
+        zeros = None if self.zero_points is None else _read_codes(self.zero_points)[start:stop]
+        offsets = None if self.offsets is None else rows_of(self.offsets, start, stop)[..., 0]
+        return _read_codes(self.codes, start, stop), rows_of(self.scales, start, stop), zeros, offsets
+
+
+@dataclass(frozen=True)
+class GgmlTensor(CodedTensor):
+    """A matrix in GGML's blocks, whose bytes lie in GGUF files.
+
+    Attributes:
+        block_type: one of :data:`llmc.ggml.LAYOUTS`.
+        packed: uint8 [n, bytes], rows of blocks.
+        second: as many bytes of further rows, or None.
+        rows: int32 [N], the places of the matrix's rows among the stored ones; None where they are in order.
+        columns: int32 [K], the places of its columns, whole blocks side by side; None where they are in order.
+    """
+
+    block_type: str
+    packed: ir.ExternalTensor
+    second: ir.ExternalTensor | None = None
+    rows: ir.ExternalTensor | None = None
+    columns: ir.ExternalTensor | None = None
 
     @property
-    def block(self) -> int:
-        """Columns that share a scale."""
-        return sizes(self.codes)[1] // sizes(self.scales)[1]
+    def name(self) -> str | None:
+        return self.packed.name
+
+    @property
+    def shape(self) -> ir.Shape:
+        (rows, size), layout = sizes(self.packed), self._layout
+        rows += 0 if self.second is None else sizes(self.second)[0]
+        rows = rows if self.rows is None else sizes(self.rows)[0]
+        return ir.Shape((rows, size // layout.size * layout.weights))
+
+    @property
+    def kind(self) -> Codes:
+        return self._layout.kind
+
+    @property
+    def _layout(self) -> Layout:
+        return LAYOUTS[self.block_type]
+
+    def read(self, start: int = 0, stop: int | None = None) -> CodedRows:
+        rows, columns = sizes(self)
+        start, stop, _ = slice(start, stop).indices(rows)
+        spans = [(start + first, start + last) for first, last in pieces((stop - start, columns))]
+        if len(spans) == 1:
+            return self._read_piece(spans[0])
+        groups = (stop - start, columns // self._layout.block)
+        codes, scales = np.empty((stop - start, columns), np.int8), np.empty(groups, np.float32)
+        offsets = np.empty(groups, np.float32) if self._layout.minima is not None else None
+        for (first, last), part in zip(spans, in_parallel(self._read_piece, spans), strict=True):
+            for whole, own in zip((codes, scales, None, offsets), part, strict=True):
+                if whole is not None and own is not None:
+                    whole[first - start : last - start] = own
+        return codes, scales, None, offsets
+
+    def _read_piece(self, span: tuple[int, int]) -> CodedRows:
+        packed, layout = self._read_bytes(*span), self._layout
+        blocks = packed.reshape(-1, layout.size)
+        with np.errstate(over="ignore", invalid="ignore"):
+            codes, scales, offsets = layout.codes.read(blocks), layout.scales.read(blocks), layout.offsets(blocks)
+        if not np.isfinite(scales).all() or (offsets is not None and not np.isfinite(offsets).all()):
+            raise CheckpointError(
+                f"{self.packed.path}: {self.name} holds weights that are no numbers; the file is broken, download it "
+                "again"
+            )
+        codes, scales = (it.reshape(len(packed), -1) for it in (codes, scales))
+        offsets = None if offsets is None else offsets.reshape(len(packed), -1)
+        if self.columns is not None:
+            columns = read_integers(self.columns)
+            of_scales = columns[:: layout.block] // layout.block
+            codes, scales = codes[:, columns], scales[:, of_scales]
+            offsets = None if offsets is None else offsets[:, of_scales]
+        return codes, scales, None, offsets
+
+    def _read_bytes(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes of rows of the matrix, uint8 [n, bytes]."""
+        places, first = self._places[start:stop], 0
+        found = np.empty((len(places), sizes(self.packed)[1]), np.uint8)
+        for part in filter(None, (self.packed, self.second)):
+            chosen = np.flatnonzero((first <= places) & (places < first + sizes(part)[0]))
+            if len(chosen):
+                own = places[chosen] - first
+                raw = np.frombuffer(_rows(part, int(own.min()), int(own.max()) + 1), np.uint8)
+                found[chosen] = raw.reshape(-1, found.shape[1])[own - own.min()]
+            first += sizes(part)[0]
+        return found
+
+    @cached_property
+    def _places(self) -> NDArray[np.integer[Any]]:
+        """The places of the matrix's rows among the stored ones."""
+        return np.arange(sizes(self)[0]) if self.rows is None else read_integers(self.rows)
 
 
 Weight = ir.ExternalTensor | CodedTensor
@@ -107,23 +241,27 @@ class Mxfp4Stack:
         return found.reshape(*codes.shape[:2], -1)
 
 
-# Ends of the names of what scales a matrix of codes.
+# Ends of the names of what scales a matrix of codes, and of what belongs to one in GGML's blocks.
 PARTS = ("scales", "zero_points", "offsets", "order")
+BLOCK_PARTS = ("second", "rows", "columns")
 
 
 def read_weights(folder: Path) -> dict[str, Weight | Mxfp4Stack]:
     """Every weight of an export's decoder, by its name in the checkpoint.
     Raises CheckpointError: the graph is missing or corrupt, or a weight lies elsewhere, or is not of its shape."""
     try:
-        values = ir.load(folder / DECODER_FILE).graph.initializers.values()
+        graph = ir.load(folder / DECODER_FILE).graph
     except (OSError, DecodeError) as error:
         raise CheckpointError(
             f"{folder / DECODER_FILE} is missing or corrupt ({error}); export the checkpoint again"
         ) from error
-    found = {str(it.name): it.const_value for it in values if isinstance(it.const_value, ir.ExternalTensor)}
+    values = graph.initializers.items()
+    found = {name: it.const_value for name, it in values if isinstance(it.const_value, ir.ExternalTensor)}
     for name, tensor in found.items():
         _check_place(folder, name, tensor)
-    return {name: _gather_parts(name, found) for name in found if not name.endswith(tuple(f".{it}" for it in PARTS))}
+    types = {str(node.name).removesuffix(f".{node.op_type}"): node.op_type for node in graph if node.op_type in LAYOUTS}
+    ends = tuple(f".{part}" for part in (*PARTS, *BLOCK_PARTS))
+    return {name: _gather_parts(name, found, types) for name in found if not name.endswith(ends)}
 
 
 def _check_place(folder: Path, name: str, tensor: ir.ExternalTensor) -> None:
@@ -147,11 +285,14 @@ def _check_place(folder: Path, name: str, tensor: ir.ExternalTensor) -> None:
         )
 
 
-def _gather_parts(name: str, found: Mapping[str, ir.ExternalTensor]) -> Weight | Mxfp4Stack:
-    parts = {part: found[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in found}
+def _gather_parts(name: str, found: Mapping[str, ir.ExternalTensor], types: Mapping[str, str]) -> Weight | Mxfp4Stack:
+    """``types`` are those of matrices in GGML's blocks, by name."""
+    parts = {part: found[f"{name}.{part}"] for part in (*PARTS, *BLOCK_PARTS) if f"{name}.{part}" in found}
+    if name in types:
+        return GgmlTensor(types[name], found[name], **parts)
     if not parts:
         return found[name]
-    return (Mxfp4Stack if found[name].dtype == ir.DataType.UINT8 else CodedTensor)(found[name], **parts)
+    return (Mxfp4Stack if found[name].dtype == ir.DataType.UINT8 else DequantizedTensor)(found[name], **parts)
 
 
 def rows_of(tensor: Weight | Mxfp4Stack, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
@@ -159,14 +300,7 @@ def rows_of(tensor: Weight | Mxfp4Stack, start: int = 0, stop: int | None = None
     if isinstance(tensor, Mxfp4Stack):
         return tensor.matrices(start, stop)
     if isinstance(tensor, CodedTensor):
-        codes, scales, zeros, offsets = codes_of(tensor, start, stop)
-        steps = codes.astype(np.float32)
-        if zeros is not None:
-            steps -= np.repeat(zeros, tensor.block, axis=1)
-        steps *= np.repeat(scales, tensor.block, axis=1)
-        if offsets is not None:
-            steps += np.repeat(offsets, tensor.block, axis=1)
-        return steps if tensor.order is None else steps[:, order_of(tensor.order)]
+        return tensor.floats(start, stop)
     shape = sizes(tensor)
     stop = shape[0] if stop is None else min(stop, shape[0])
     values = _to_float32(_rows(tensor, start, stop), tensor.dtype)
@@ -178,21 +312,12 @@ def rows_of(tensor: Weight | Mxfp4Stack, start: int = 0, stop: int | None = None
     return values.reshape(stop - start, *shape[1:])
 
 
-def codes_of(
-    tensor: CodedTensor, start: int = 0, stop: int | None = None
-) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.int8] | None, NDArray[np.float32] | None]:
-    """Codes [n, K], scales [n, groups], zero points and offsets of a matrix's rows, its columns as they are stored."""
-    zeros = None if tensor.zero_points is None else _integers(tensor.zero_points)[start:stop]
-    offsets = None if tensor.offsets is None else rows_of(tensor.offsets, start, stop)[..., 0]
-    return _integers(tensor.codes, start, stop), rows_of(tensor.scales, start, stop), zeros, offsets
+def read_integers(tensor: ir.ExternalTensor) -> NDArray[np.int32]:
+    """A vector of int32, such as places of rows or columns."""
+    return np.frombuffer(_rows(tensor), np.int32)
 
 
-def order_of(order: ir.ExternalTensor) -> NDArray[np.int32]:
-    """Places of the columns among the codes, see :class:`CodedTensor`."""
-    return np.frombuffer(_rows(order), np.int32)
-
-
-def _integers(tensor: ir.ExternalTensor, start: int = 0, stop: int | None = None) -> NDArray[np.int8]:
+def _read_codes(tensor: ir.ExternalTensor, start: int = 0, stop: int | None = None) -> NDArray[np.int8]:
     """Rows of integers of 8 bits, or of 4, of which two lie in a byte; rows that begin in one take them all."""
     raw, shape = np.frombuffer(_rows(tensor, start, stop), np.int8), sizes(tensor)
     if tensor.dtype == ir.DataType.INT4:

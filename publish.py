@@ -32,14 +32,15 @@ def file_entries(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
     return {name: FileEntry((folder / name).stat().st_size, sha256_file(folder / name)) for name in names}
 
 
-def link(path: Path, target: Path) -> int:
-    """Hard-link a file, or copy it where that is impossible (another file system); return the bytes copied."""
-    try:
-        os.link(path.resolve(), target)  # resolved: in Hugging Face's cache, files are symbolic links
-        return 0
-    except OSError:
-        shutil.copyfile(path, target)
-        return path.stat().st_size
+def link(path: Path, target: Path, copy: bool = False) -> int:
+    """Hard-link a file, or copy it where ``copy`` asks for it or a link is impossible (another file system); return the
+    bytes copied."""
+    if not copy:
+        with suppress(OSError):
+            os.link(path.resolve(), target)  # resolved: in Hugging Face's cache, files are symbolic links
+            return 0
+    shutil.copyfile(path, target)
+    return path.stat().st_size
 
 
 @contextmanager

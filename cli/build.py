@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from llmc.cli.options import (
     new_path,
     precision_options,
     recipe_option,
+    small_option,
     source_path,
     stages_option,
     take_precision,
@@ -46,6 +48,7 @@ ASKED = ("precision", "max_context", "max_batch", "adapters", "rank", "budget", 
 @click.option("-o", "--output", type=new_path, metavar="PATH", help="Folder to write; --rebuild: by default SOURCE.")
 @click.option("--target", default="cpu", help="What it will run on: cpu, cuda, tensorrt or tensorrt-rtx.")
 @precision_options
+@small_option
 @click.option("--max-context", type=int, help="Longest sequence.  [default: the model's, at most 32768; TensorRT 4096]")
 @click.option("--max-batch", type=int, help="Sequences at a time.  [default: 8]")
 @click.option("--adapters", type=int, help="LoRA adapters that may be loaded beside the model at a time.  [default: 0]")
@@ -179,7 +182,7 @@ def check_order(source: Path, geometry: Geometry, tokenizer_bytes: int, order: d
     calibration: CalibrationRequest | None = order["calibration"]
     able = calibration is not None and calibration.is_possible
     written = read_recipe(order["recipe"]) if order["recipe"] else Request()
-    asked = asked.over(written)
+    asked = replace(asked, phases="shared" if order["small"] else None).over(written)
     recipe, limits = settle(asked, geometry, capabilities_for(order["target"], asked.gpu_memory), "", able)
     judged = order["text"] is not None or bool(recipe.budget)
     how = {"target": order["target"], "judged": judged, "memory": order["memory"]}

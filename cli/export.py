@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     help="Export the draft head of CHECKPOINT, an EAGLE-3 folder, a Gemma 4 assistant or MODEL itself (Qwen3.5), for "
     "the checkpoint MODEL.",
 )
+@click.option("--copy", is_flag=True, help="Copy the weights instead of linking to the checkpoint's files.")
 @output_option
 @force_option
 @json_option
@@ -47,12 +48,12 @@ def export_command(
     adapters: tuple[str, ...],
     text_only: bool,
     of: Path | None,
+    copy: bool,
 ) -> None:
     """Export CHECKPOINT, a local Hugging Face folder or a GGUF file, as a portable ONNX decoder.
 
     The weights stay where they are on disk: the output folder holds links to the checkpoint's files, or copies of
-    them on another file system. Quantized weights of a GGUF file keep their integers, in a file of the export. Of a
-    model in several GGUF files give the first.
+    them on another file system. Of a model in several GGUF files give the first.
     """
     from llmc.cli.plan import check_export
     from llmc.export import export
@@ -67,6 +68,7 @@ def export_command(
             adapters=[split_adapter(it) for it in adapters],
             text_only=text_only,
             of=of,
+            copy=copy,
             force=force,
             progress=progress,
         )

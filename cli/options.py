@@ -78,7 +78,10 @@ memory_option = click.option("--memory", type=size, help="Memory it may take, as
 recipe_option = click.option(
     "--recipe",
     help="TOML file that says how weights are compiled, or a name: int8-exact (prompts as exact as decode), "
-    "int4-quality (4 bits, closer), int8-small, int4-small (least memory), int8, int4 or w8a8-static.",
+    "int8-fast (faster steps, twice the weights), int4-quality (4 bits, closer), int8, int4 or w8a8-static.",
+)
+small_option = click.option(
+    "--small", is_flag=True, help="One graph for both phases: less disk and memory, slower prompts or steps."
 )
 stages_option = click.option(
     "--stages",

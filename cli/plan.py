@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from llmc.cli.options import (
     precision_options,
     recipe_option,
     size,
+    small_option,
     source_path,
     stages_option,
     take_precision,
@@ -43,6 +45,7 @@ UNKNOWN = "not known whether it fits"
 @click.option("--max-batch", type=click.IntRange(min=1), default=1, help="Sequences at a time.")
 @click.option("--target", default="cpu", help="Plan a build for cpu, cuda, tensorrt or tensorrt-rtx.")
 @precision_options
+@small_option
 @recipe_option
 @stages_option
 @memory_option
@@ -102,7 +105,7 @@ def _ahead(
     gpu_memory: int | None,
     unified: bool | None,
     stages: tuple[int, ...] | None,
-    **how: str | None,
+    **how: str | bool | None,
 ) -> Ahead:
     from llmc.runtime.bench.stages import find_memories, hold, plan_bundle
     from llmc.runtime.sessions.staged import find_stages
@@ -122,7 +125,7 @@ def _ahead(
     found = find_memories(on_gpu, memory, gpu_memory, unified)
     if any(how.values()) or target != "cpu" or stages:
         raise UsageError(
-            f"{path} is built already; precision, recipe, target and stages are for an export or a checkpoint"
+            f"{path} is built already; precision, small, recipe, target and stages are for an export or a checkpoint"
         )
     parts = find_stages(path, manifest).values()
     plans = [plan for part in parts if part for plan in plan_bundle(part, max_context, max_batch)]
@@ -206,7 +209,7 @@ def numbers(stage: Stage) -> dict[str, object]:
         **({"seconds": round(plan.seconds)} if plan.seconds else {}),
         **({"writes": plan.writes} if plan.writes else {}),
         **({"precision": plan.precision} if plan.precision else {}),
-        **({"smaller": dict(zip(("recipe", "total"), plan.smaller, strict=True))} if plan.smaller else {}),
+        **({"graphs": {name: asdict(each) for name, each in plan.graphs.items()}} if plan.graphs else {}),
         **{name: getattr(verdict, name) if verdict else None for name in known},
     }
 
@@ -223,13 +226,14 @@ def print_stages(ahead: Ahead) -> None:
         rows.append(("peak", f"{show.size(plan.total)}  {state}"))
         if plan.per_layer_table:
             rows.append(("per-layer table", f"{show.size(plan.per_layer_table)}  beside: rows are read from its file"))
-        if plan.smaller:
-            name, total = plan.smaller
-            rows.append(("weights once", f"{show.size(total)}  with --recipe {name}"))
         if plan.seconds:
             rows.append(("time", f"{show.minutes(plan.seconds)} if nothing else computes here"))
         show.print_table((plan.stage + at, ""), rows)
         click.echo()
+        if plan.graphs:
+            sizes = [(name, show.size(it.disk), show.size(it.memory)) for name, it in plan.graphs.items()]
+            show.print_table((plan.stage + at, "on disk", "at its peak"), sizes)
+            click.echo()
     found = ahead.memories
     shared = ", CPU and GPU together" if found.unified else ""
     click.echo(f"available: {show.size(found.machine.bytes)} ({found.machine.source}){shared}")

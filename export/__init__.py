@@ -27,11 +27,13 @@ def export(
     adapters: Sequence[tuple[Path, float]] = (),
     text_only: bool = False,
     of: Path | None = None,
+    copy: bool = False,
     force: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> ExportReport:
     """Export a local Hugging Face checkpoint, or a model in GGUF files of which ``checkpoint`` is the first, into the
-    folder ``output``. Weights that need no conversion are neither read nor copied.
+    folder ``output``. Weights that need no conversion are neither read nor copied: the export has hard links to their
+    files, or with ``copy`` the files themselves.
 
     ``adapters`` are PEFT folders, each with a factor, which are added to the weights in this order. ``text_only``
     leaves the tower of a model that sees out. ``of`` is the checkpoint of a model: its draft head, in the folder
@@ -51,6 +53,6 @@ def export(
     from llmc.export.writer import write_export  # it imports torch
 
     report = write_export(
-        Path(checkpoint), Path(output), adapters, text_only, of, force, progress or (lambda step: None)
+        Path(checkpoint), Path(output), adapters, text_only, of, copy, force, progress or (lambda step: None)
     )
     return replace(report, seconds=time.perf_counter() - start)

@@ -5,13 +5,15 @@ Names in the result, which later stages rely on (``P`` is a module path such as 
 * an initializer is named like its checkpoint tensor, ``P.weight``; of a quantized one those are its codes, which a
   DequantizeLinear ``P.weight.dequantizelinear`` reads with ``P.weight.scales`` and, if it has them,
   ``P.weight.zero_points``; an Add ``P.weight.add`` between two Reshapes adds ``P.weight.offsets`` [N, K / block, 1] by
-  blocks, if it has them, and a Gather ``P.weight.gather`` puts columns that are sorted by groups into the order of
-  the inputs, ``P.weight.order``; the only computed ones are frequencies: those of the
-  decoder's ropes, ``rotary_emb.{i}.inv_freq`` also where there is one, and ``rotary_emb.{i}.long_inv_freq`` of long
-  texts, between which a Where ``rotary_emb.{i}.where`` chooses for each row; and zeros for an attention that encodes no
-  positions, or reads what ``P.q_rope`` and ``P.k_rope`` turned already, ``P.rotary_emb.inv_freq`` (an ONNX function
-  cannot leave out an input, and to turn by zero is exact), and of a draft head ``token_rows.index`` and
-  ``best_clusters.cluster``;
+  blocks, if it has them, and a Gather ``P.weight.gather`` puts columns that are sorted by groups into the order of the
+  inputs, ``P.weight.order``; GGML's blocks are unpacked by a node called like the function of their type,
+  ``P.weight.Q4_K``: of a Concat with ``P.weight.second`` where there are two parts, and of a Gather of the rows
+  ``P.weight.rows``; a Gather puts its result's columns into the order ``P.weight.columns``; the only computed ones are
+  frequencies: those of the decoder's ropes, ``rotary_emb.{i}.inv_freq`` also where there is one, and
+  ``rotary_emb.{i}.long_inv_freq`` of long texts, between which a Where ``rotary_emb.{i}.where`` chooses for each row;
+  and zeros for an attention that encodes no positions, or reads what ``P.q_rope`` and ``P.k_rope`` turned already,
+  ``P.rotary_emb.inv_freq`` (an ONNX function cannot leave out an input, and to turn by zero is exact), and of a draft
+  head ``token_rows.index`` and ``best_clusters.cluster``;
 * a MatMul, RMSNormalization, LayerNormalization, CachedAttention, CausalConv, LinearAttention, Experts, Gather or
   GatherND node is named like its module, ``P``;
 * a Cast or Transpose of an initializer is ``P.weight.cast``, ``P.weight.transpose``; the Add of a bias is ``P.bias``;
@@ -40,12 +42,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmc import __version__, bundle, inventory
-from llmc.export import expert_ops, ops, recurrent_ops
+from llmc.export import expert_ops, ggml_ops, ops, recurrent_ops
 from llmc.export.blocks.rope import inverse_frequencies
 from llmc.export.config import DecoderConfig
 from llmc.export.decoder import Decoder
 from llmc.export.encoder import Encoder
 from llmc.export.sources.safetensors import StoredTensor
+from llmc.exported import BLOCK_PARTS
+from llmc.ggml import LAYOUTS
 
 # The first ONNX IR version that knows opset 24.
 IR_VERSION = 12
@@ -58,6 +62,7 @@ _IR_TYPES = {
     "I8": ir.DataType.INT8,
     "U8": ir.DataType.UINT8,
     "I4": ir.DataType.INT4,
+    **dict.fromkeys(LAYOUTS, ir.DataType.UINT8),
 }
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _NORMS = ("RMSNormalization", "LayerNormalization")
@@ -103,6 +108,7 @@ def finish_graph(model: ir.Model, tensors: Mapping[str, StoredTensor], base: Pat
     common_passes.RemoveUnusedNodesPass()(model)  # removes nodes that computed the shapes of folded Reshapes
     _name_nodes(graph)
     _dequantize(graph, tensors)
+    _unpack_blocks(graph, tensors)
     _read_mxfp4(graph, tensors)
     _point_to_weights(graph, tensors, base)
     _clear_metadata(model)
@@ -307,7 +313,7 @@ def _dequantize(graph: ir.Graph, tensors: Mapping[str, StoredTensor]) -> None:
     for name, stored in tensors.items():
         if f"{name}.scales" not in tensors or stored.dtype == "U8":
             continue
-        codes, shape = graph.initializers[name], graph.initializers[name].shape
+        codes = graph.initializers[name]
         block = stored.shape[1] // tensors[f"{name}.scales"].shape[1]
         parts = [_declare_initializer(graph, f"{name}.{part}", tensors) for part in ("scales", "zero_points")]
         node = ir.node("DequantizeLinear", [codes, *filter(None, parts)], {"axis": 1, "block_size": block})
@@ -319,18 +325,47 @@ def _dequantize(graph: ir.Graph, tensors: Mapping[str, StoredTensor]) -> None:
             made.append(ir.node("Reshape", [made[-1].outputs[0], rows]))
         if (order := _declare_initializer(graph, f"{name}.order", tensors)) is not None:
             made.append(ir.node("Gather", [made[-1].outputs[0], order], {"axis": 1}))
-        if shape is not None and len(shape) > 2:  # of all experts, one below the other
-            made.append(ir.node("Reshape", [made[-1].outputs[0], _shape_initializer(graph, shape.numpy())]))
-        for number, step in enumerate(made):
-            before = sum(step.op_type == other.op_type for other in made[:number])
-            step.name = f"{name}.{step.op_type.lower()}{f'_{before}' if before else ''}"
-            step.outputs[0].name = f"{step.name}.out"
-            step.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-        made[-1].outputs[0].shape = shape
-        codes.replace_all_uses_with(made[-1].outputs[0])
-        node.replace_input_with(0, codes)
-        codes.type, codes.shape = ir.TensorType(_IR_TYPES[stored.dtype]), ir.Shape(stored.shape)
-        graph.insert_before(graph[0], made)
+        _put_before(graph, codes, stored, made)
+
+
+def _unpack_blocks(graph: ir.Graph, tensors: Mapping[str, StoredTensor]) -> None:
+    """Make float weights [N, K] of GGML's blocks, in front of all nodes."""
+    for name in [name for name in graph.initializers if name in tensors and tensors[name].dtype in LAYOUTS]:
+        packed, kind = graph.initializers[name], tensors[name].dtype
+        second, rows, columns = (_declare_initializer(graph, f"{name}.{part}", tensors) for part in BLOCK_PARTS)
+        last, made = packed, list[ir.Node]()
+        for op_type, other, axis in (
+            ("Concat", second, 0),
+            ("Gather", rows, 0),
+            (kind, None, 0),
+            ("Gather", columns, 1),
+        ):
+            if op_type == kind:
+                made.append(ir.node(kind, [last], domain=ops.DOMAIN))
+            elif other is not None:
+                made.append(ir.node(op_type, [last, other], {"axis": axis}))
+                if axis == 0:
+                    made[-1].outputs[0].type = ir.TensorType(ir.DataType.UINT8)
+            last = made[-1].outputs[0] if made else packed
+        _put_before(graph, packed, tensors[name], made)
+
+
+def _put_before(graph: ir.Graph, codes: ir.Value, stored: StoredTensor, made: list[ir.Node]) -> None:
+    """Let a chain of nodes, whose first one reads ``codes``, make the float weights that ``codes`` stood for."""
+    name, shape = codes.name, codes.shape
+    if shape is not None and len(shape) > 2:  # of all experts, one below the other
+        made.append(ir.node("Reshape", [made[-1].outputs[0], _shape_initializer(graph, shape.numpy())]))
+    for number, step in enumerate(made):
+        before = sum(step.op_type == other.op_type for other in made[:number])
+        kind = step.op_type if step.domain else step.op_type.lower()
+        step.name = f"{name}.{kind}{f'_{before}' if before else ''}"
+        step.outputs[0].name = f"{step.name}.out"
+        step.outputs[0].type = step.outputs[0].type or ir.TensorType(ir.DataType.FLOAT)
+    made[-1].outputs[0].shape = shape
+    codes.replace_all_uses_with(made[-1].outputs[0])
+    made[0].replace_input_with(0, codes)
+    codes.type, codes.shape = ir.TensorType(_IR_TYPES[stored.dtype]), ir.Shape(stored.shape)
+    graph.insert_before(graph[0], made)
 
 
 def _read_mxfp4(graph: ir.Graph, tensors: Mapping[str, StoredTensor]) -> None:
@@ -424,6 +459,10 @@ def _clear_metadata(model: ir.Model) -> None:
 
 def _sign(model: ir.Model, name: str) -> None:
     # Some have a form with more inputs, with another activation, or for images.
+    for kind in {node.op_type for node in model.graph} & LAYOUTS.keys():
+        function = ir.serde.deserialize_function(ggml_ops.function(kind))
+        model.functions[function.identifier()] = function
+        model.opset_imports[ops.DOMAIN] = ops.DOMAIN_VERSION
     used = {(node.op_type, len(node.inputs), _FORMS & {*node.attributes}) for node in model.graph}
     for text in (*ops.functions(), *recurrent_ops.functions(), *expert_ops.functions()):
         function = ir.serde.deserialize_function(text)

@@ -26,6 +26,7 @@ def write_export(
     adapters: Sequence[tuple[Path, float]],
     text_only: bool,
     of: Path | None,
+    copy: bool,
     force: bool,
     progress: Callable[[str], None],
 ) -> ExportReport:
@@ -34,7 +35,7 @@ def write_export(
     geometry = source.geometry
     with stage_folder(output, force=force) as staging:
         progress("linking weights and tokenizer")
-        new_bytes = _place_files(source, staging)
+        new_bytes = _place_files(source, staging, copy)
         tensors, made_bytes = write_made(flatten_tensors(source.tensors), staging)
         new_bytes += made_bytes
         progress("exporting the graph")
@@ -73,9 +74,9 @@ def _manifest(source: Checkpoint) -> bundle.ExportManifest:
     )
 
 
-def _place_files(source: Checkpoint, staging: Path) -> int:
-    """Hard-link the weights, copy files that a user may edit, and return the number of new bytes."""
-    new_bytes = sum(link(path, staging / path.name) for path in source.files)
+def _place_files(source: Checkpoint, staging: Path, copy: bool) -> int:
+    """Hard-link or copy the weights, copy files that a user may edit, and return the number of new bytes."""
+    new_bytes = sum(link(path, staging / path.name, copy) for path in source.files)
     for name, text in source.texts.items():
         new_bytes += (staging / name).write_bytes(text.encode())
     if bundle.CONFIG_FILE in source.texts:

@@ -66,6 +66,7 @@ def build(
     *,
     target: str = "cpu",
     precision: str | None = None,
+    small: bool = False,
     max_context: int | None = None,
     max_batch: int | None = None,
     adapters: int | None = None,
@@ -89,6 +90,7 @@ def build(
         target: cpu (default), cuda, tensorrt or tensorrt-rtx.
         precision: fp32, fp16, int8 (default) or int4 (default of tensorrt), for TensorRT also bf16; of quantized
             checkpoints source (default); overrides the recipe's.
+        small: one graph for both phases, which holds the weights once: the recipe's ``phases = "shared"``.
         max_context: longest sequence in tokens; default: the checkpoint's, at most 32,768, for TensorRT 4,096.
         max_batch: requests that may run at once; default 8.
         adapters: how many may be loaded beside the model at a time, each of up to ``rank``; default none.
@@ -114,7 +116,7 @@ def build(
     """
     start, source, output = time.perf_counter(), Path(source), Path(output)
     asked = Request(precision=precision, max_context=max_context, max_batch=max_batch, budget=budget, engine=engine)
-    asked = replace(asked, adapters=adapters, rank=rank)
+    asked = replace(asked, adapters=adapters, rank=rank, phases="shared" if small else None)
     order, wishes = take_order(
         *(source, target, asked, recipe), head=head, calibration=calibration, text=text, progress=progress
     )

@@ -88,7 +88,7 @@ def _compile(order: Order, folder: Path, context: LoweringContext, name: str, sh
     lower(model, f"{order.target.name}-vision" if tower else order.passes, replace(context, linear_done=count))
     _declare_opsets(model, order)
     ir.save(model, folder / name)
-    return describe_graph(model.graph, name, order.overwritten if context.phase == "decode" else 0)
+    return describe_graph(model.graph, name, 0 if context.phase == "prefill" else order.overwritten)
 
 
 def cut_head(folder: Path, graphs: dict[str, Graph], width: int) -> dict[str, Graph]:

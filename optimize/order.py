@@ -46,28 +46,30 @@ class Order:
     @property
     def ragged_rows(self) -> bool:
         """True if each phase has a graph of its own, and the installed engine takes rows of different lengths."""
-        since = self.target.ragged_rows
-        integers = self.recipe.cache_type() == "int8"
-        if (
-            not since
-            or self.export.geometry.encoder
-            or self.export.geometry.head
-            or self.recipe.phases != "split"
-            or integers
-        ):
-            return False
-        return version(import_onnxruntime(self.target.caches[self.recipe.cache]).__version__) >= version(since)
+        return self.recipe.phases == "split" and self._takes_lengths
 
     @property
     def overwritten(self) -> int:
-        """Positions behind a step's token that folded heads overwrite."""
-        return folded_heads.count_overwritten(self.export.geometry.attentions) if self.ragged_rows else 0
+        """Positions behind a step's token that folded heads overwrite, 0 where heads are not folded.
+
+        One graph for both phases folds heads over a float16 cache alone: with a float32 cache it runs on older engines.
+        """
+        folds = self.ragged_rows or (self.recipe.cache == "float16" and self._takes_lengths)
+        return folded_heads.count_overwritten(self.export.geometry.attentions) if folds else 0
+
+    @property
+    def _takes_lengths(self) -> bool:
+        """True if the installed engine's attention takes the length of each row, and the model's cache holds floats."""
+        since, geometry = self.target.ragged_rows, self.export.geometry
+        if not since or geometry.encoder or geometry.head or self.recipe.cache_type() == "int8":
+            return False
+        return version(import_onnxruntime(self.target.caches[self.recipe.cache]).__version__) >= version(since)
 
     @property
     def minimum(self) -> str:
         cache, geometry = self.target.caches[self.recipe.cache], self.export.geometry
         # The version in which kernels of recurrences and experts were measured; older ones lack some.
-        newest = self.ragged_rows or geometry.recurrents or geometry.mixtures
+        newest = self.ragged_rows or self.overwritten or geometry.recurrents or geometry.mixtures
         return max(cache, self.target.ragged_rows, key=version) if newest else cache
 
     def with_engine(self, asked: EngineRequest | None) -> "Order":

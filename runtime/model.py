@@ -57,7 +57,7 @@ from llmc.runtime.speculation.head_drafter import AssistantDrafter, HeadDrafter
 from llmc.runtime.speculation.model_drafter import ModelDrafter
 from llmc.runtime.text.control_tokens import Disguise
 from llmc.runtime.text.tokenizer import Tokenizer
-from llmc.runtime.text.trial import load_tried_tokenizer
+from llmc.runtime.text.trial import try_tokenizer
 from llmc.runtime.tools.calls import read_tools
 from llmc.runtime.tools.formats import writer
 from llmc.runtime.tools.plan import ChatPlan, plan_chat
@@ -134,13 +134,21 @@ def load(
         for part, its_manifest in {folder: manifest, **before}.items():
             check_files(part, its_manifest, False if verify is None and self_test is False else verify)
         others = note_others(manifest.memory.weights)
+        opened = threading.Event()
+
+        def read_tokenizer() -> Tokenizer:
+            try_tokenizer(folder)
+            opened.wait(HEAD_START_S)
+            return Tokenizer.from_folder(folder)
+
         with ThreadPoolExecutor(1) as pool:  # reading a large vocabulary takes about as long as opening the graphs
-            tokenizer = pool.submit(load_tried_tokenizer, folder)
+            tokenizer = pool.submit(read_tokenizer)
             runner: SingleRunner | TextEncoder
             tower = None
             if manifest.geometry.encoder:
                 result = str(manifest.geometry.encoder.result)
                 session = StatelessSession(folder, manifest, workers, "encode", result)
+                opened.set()
                 runner = TextEncoder(folder, manifest, session, tokenizer.result(), context)
             else:
                 tower = open_tower(folder, manifest, workers)
@@ -148,6 +156,7 @@ def load(
                 opener = partial(Stages, read=before) if stages is None else partial(stages, exact=exact)
                 placed = {"stages": opener} if manifest.stage.before else {}
                 runner = SingleRunner(open_session(folder, manifest, workers, device, **placed), context, chunk)
+                opened.set()
             model = Model(folder, manifest, tokenizer.result(), runner, workers, engine_options, memory, tower)
         gather_soon(others)
         try:
@@ -711,6 +720,8 @@ class Model:
         self.close()
 
 
+# A vocabulary is read without letting other threads of Python run: what opens the graphs gets to its library before.
+HEAD_START_S = 0.2
 REQUEST_FIELDS = {field.name for field in fields(Request)} - {"prompt", "params"}
 # What the prefix cache takes by default: a share of the memory there is, and a bound that suits small machines.
 # A strict step feeds a dummy token after the last one, so a prompt of one and a new token want three positions.

@@ -204,10 +204,22 @@ def layer_export(one_layer: Path, one_trace: None, tmp_path_factory: pytest.Temp
 
 @pytest.fixture(scope="session")
 def tiny_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small model built with the defaults: int8, phases split. Tests that change it work on a copy."""
+    """The small model built with the defaults: int8, one graph. Tests that change it work on a copy."""
     from llmc.optimize.build import build
 
     return shared(tmp_path_factory, "int8", lambda folder: build(tiny_export, folder / "bundle")) / "bundle"
+
+
+@pytest.fixture(scope="session")
+def split_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model built as int8 with a graph for each phase."""
+    from llmc.optimize.build import build
+    from llmc.optimize.recipe import Request
+
+    two = Request(phases="split")
+    return (
+        shared(tmp_path_factory, "split", lambda folder: build(tiny_export, folder / "bundle", recipe=two)) / "bundle"
+    )
 
 
 @pytest.fixture(scope="session")

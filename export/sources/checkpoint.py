@@ -13,7 +13,7 @@ from llmc.export.config import DecoderConfig, attentions, parameter_shapes
 from llmc.export.families import drop_vision, read_config
 from llmc.export.keys import Keys
 from llmc.export.sources.adapters import Adapter, merge_adapters, read_adapter
-from llmc.export.sources.codes import Mxfp4Tensor, QuantizedTensor, Weight, flatten_tensors
+from llmc.export.sources.codes import GgmlTensor, Mxfp4Tensor, QuantizedTensor, Weight, flatten_tensors
 from llmc.export.sources.generation import read_generation
 from llmc.export.sources.gguf import SUFFIX, read_gguf
 from llmc.export.sources.made import MadeTensor
@@ -73,7 +73,9 @@ def with_codes(geometry: bundle.Geometry, tensors: Mapping[str, Weight]) -> bund
     names = {linear.name: f"{linear.name}.weight" for linear in geometry.linears}
     names |= {inventory.HEAD: EMBEDDING} if geometry.tied_head else {}
     found = {name: tensors.get(weight) for name, weight in names.items()}
-    kinds = {name: tensor.kind for name, tensor in found.items() if isinstance(tensor, QuantizedTensor)}
+    kinds = {name: tensor.kind for name, tensor in found.items() if isinstance(tensor, QuantizedTensor | GgmlTensor)}
+    if geometry.tied_head and inventory.HEAD in kinds and kinds[inventory.HEAD].offsets:
+        del kinds[inventory.HEAD]  # a table that rows are read from has no place for minima
     linears = tuple(replace(linear, codes=kinds.get(linear.name)) for linear in geometry.linears)
     return replace(geometry, linears=linears, mixtures=tuple(_with_codes(it, tensors) for it in geometry.mixtures))
 
@@ -81,7 +83,7 @@ def with_codes(geometry: bundle.Geometry, tensors: Mapping[str, Weight]) -> bund
 def _with_codes(item: inventory.Experts, tensors: Mapping[str, Weight]) -> inventory.Experts:
     """Of two kinds of integers the more bits and the smaller block, for one grid serves both products."""
     stacks = [tensors.get(f"{part.name}.weight") for part in item.parts]
-    kinds = [stack.kind for stack in stacks if isinstance(stack, QuantizedTensor | Mxfp4Tensor)]
+    kinds = [stack.kind for stack in stacks if isinstance(stack, QuantizedTensor | GgmlTensor | Mxfp4Tensor)]
     if len({kind.kind for kind in kinds}) > 1 or (len(kinds) == 1 and kinds[0].kind == "mxfp4"):
         raise CheckpointError(f"only some weights of {item.name} are in MXFP4, expected all or none; download it again")
     if len(kinds) < len(stacks):
@@ -94,7 +96,7 @@ def _with_codes(item: inventory.Experts, tensors: Mapping[str, Weight]) -> inven
 def weight_bytes(tensors: Iterable[StoredTensor | MadeTensor]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for tensor in tensors:
-        name = DTYPE_NAMES[tensor.dtype]
+        name = DTYPE_NAMES.get(tensor.dtype, tensor.dtype)  # of blocks the name of their type
         sizes[name] = sizes.get(name, 0) + tensor.nbytes
     return sizes
 
@@ -120,8 +122,7 @@ def _read_gguf(path: Path, named: Sequence[tuple[Path, float]]) -> Checkpoint:
     tensors = match_tensors(path, config, _merge(path, plain, found.tensors, adapters))  # the converter did all that
     source = describe_source(path.stem, found.texts[CONFIG_FILE].encode(), found.files, tensors, adapters)
     notes = (*keys.notes, *left_out, *found.notes, *_notes(adapters))
-    files = found.files if found.linked else ()
-    return Checkpoint(path.parent, config, generation, tensors, files, source, notes, found.texts)
+    return Checkpoint(path.parent, config, generation, tensors, found.files, source, notes, found.texts)
 
 
 def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: bool) -> Checkpoint:

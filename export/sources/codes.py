@@ -5,10 +5,13 @@
 Codes are signed: from unsigned ones, and from their zero points, 8 or 128 is subtracted. Two 4-bit codes share a byte,
 the first in its low half, as ONNX packs them.
 Source: DequantizeLinear-21 of the ONNX operators.
+
+GGUF files mix all of these in blocks of bytes, see :mod:`llmc.ggml`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, overload
 
 import numpy as np
@@ -16,6 +19,7 @@ from numpy.typing import NDArray
 
 from llmc.export.sources.made import MadeTensor
 from llmc.export.sources.safetensors import StoredTensor
+from llmc.ggml import LAYOUTS
 from llmc.inventory import Codes
 
 CODE_TYPES = {"I4": 4, "I8": 8}
@@ -98,14 +102,69 @@ class Mxfp4Tensor:
         return {"": self.codes, ".scales": self.scales}
 
 
-Weight = StoredTensor | MadeTensor | QuantizedTensor | Mxfp4Tensor
+@dataclass(frozen=True, eq=False)
+class GgmlTensor:
+    """A matrix W [N, K] in GGML's blocks, which stay where they lie in GGUF files.
+
+    Attributes:
+        stored: one or two matrices of one type and one width, the second below the first.
+        rows: int32 [N], the places of W's rows in ``stored``; None where they are all of its rows in their order.
+        columns: int32 [K], the places of W's columns; None where they are in order.
+        stacked: as of a :class:`QuantizedTensor`.
+    """
+
+    stored: tuple[StoredTensor, ...]
+    rows: NDArray[np.int32] | None = None
+    columns: NDArray[np.int32] | None = None
+    stacked: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        count = len(self.rows) if self.rows is not None else sum(it.shape[0] for it in self.stored)
+        columns = self.stored[0].shape[1]
+        return (self.stacked, count // self.stacked, columns) if self.stacked else (count, columns)
+
+    @property
+    def dtype(self) -> str:
+        return self.stored[0].dtype
+
+    @property
+    def kind(self) -> Codes:
+        return LAYOUTS[self.dtype].kind
+
+    def parts(self) -> dict[str, StoredTensor | MadeTensor]:
+        """As of a :class:`QuantizedTensor`; bytes have the name of their block type as ``dtype``."""
+        found: dict[str, StoredTensor | MadeTensor] = {}
+        for part, stored in zip(("", ".second"), self.stored, strict=False):
+            found[part] = replace(stored, shape=(stored.shape[0], stored.length // stored.shape[0]))
+        for part, order in ((".rows", self.rows), (".columns", self.columns)):
+            if order is not None:
+                found[part] = MadeTensor("I32", order.shape, partial(iter, [order]))
+        return found
+
+    def slice(self, start: int, stop: int) -> "GgmlTensor":
+        """Rows of the matrix."""
+        if self.rows is not None or len(self.stored) > 1:
+            rows = np.arange(self.shape[0], dtype=np.int32) if self.rows is None else self.rows
+            return replace(self, rows=rows[start:stop])
+        return replace(self, stored=(_slice_stored(self.stored[0], start, stop),))
+
+
+def join_stacks(first: GgmlTensor, second: GgmlTensor) -> GgmlTensor:
+    """For each expert the rows of its matrix in the first stack, then those of its matrix in the second."""
+    count, rows = first.shape[:2]
+    places = np.arange(2 * count * rows, dtype=np.int32).reshape(2, count, rows)
+    return replace(first, stored=(*first.stored, *second.stored), rows=places.swapaxes(0, 1).ravel())
+
+
+Weight = StoredTensor | MadeTensor | QuantizedTensor | Mxfp4Tensor | GgmlTensor
 
 
 def flatten_tensors(tensors: Mapping[str, Weight]) -> dict[str, StoredTensor | MadeTensor]:
     """Tensors by name, quantized ones as their parts: ``P.weight`` are codes, with ``P.weight.scales`` and so on."""
     found: dict[str, StoredTensor | MadeTensor] = {}
     for name, tensor in tensors.items():
-        parts = tensor.parts() if isinstance(tensor, QuantizedTensor | Mxfp4Tensor) else {"": tensor}
+        parts = tensor.parts() if isinstance(tensor, QuantizedTensor | Mxfp4Tensor | GgmlTensor) else {"": tensor}
         found |= {f"{name}{part}": value for part, value in parts.items()}
     return found
 
@@ -119,10 +178,11 @@ def rows_of(tensor: Weight, start: int, stop: int) -> Weight:
     assert not isinstance(tensor, Mxfp4Tensor), "experts are not packed with others"
     shape = (stop - start, *tensor.shape[1:])
     if isinstance(tensor, StoredTensor):
-        row = tensor.length // tensor.shape[0]
-        return StoredTensor(tensor.file, tensor.offset + start * row, (stop - start) * row, tensor.dtype, shape)
+        return _slice_stored(tensor, start, stop)
     if isinstance(tensor, QuantizedTensor):
         return _slice_quantized(tensor, start, stop)
+    if isinstance(tensor, GgmlTensor):
+        return tensor.slice(start, stop)
 
     def pieces() -> Iterator[NDArray[Any]]:
         position = 0
@@ -131,6 +191,12 @@ def rows_of(tensor: Weight, start: int, stop: int) -> Weight:
             position += len(piece)
 
     return MadeTensor(tensor.dtype, shape, pieces)
+
+
+def _slice_stored(tensor: StoredTensor, start: int, stop: int) -> StoredTensor:
+    row = tensor.length // tensor.shape[0]
+    shape = (stop - start, *tensor.shape[1:])
+    return StoredTensor(tensor.file, tensor.offset + start * row, (stop - start) * row, tensor.dtype, shape)
 
 
 def _slice_quantized(tensor: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:

@@ -28,7 +28,7 @@ from llmc.export.config import (
     parameter_shapes,
     recurrents,
 )
-from llmc.export.sources.codes import Mxfp4Tensor, QuantizedTensor, Weight, rows_of
+from llmc.export.sources.codes import GgmlTensor, Mxfp4Tensor, QuantizedTensor, Weight, join_stacks, rows_of
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.safetensors import FLOATS, StoredTensor
 from llmc.export.vision import TowerConfig
@@ -237,13 +237,12 @@ def _stack_experts(folder: Path, config: DecoderConfig, found: Tensors) -> Tenso
 def _join(folder: Path, gate: Weight, up: Weight, shape: tuple[int, ...]) -> Weight:
     """The rows of each expert's gate, then those of up."""
     half = (shape[0], shape[1] // 2, shape[2])
-    kinds = [it.kind if isinstance(it, QuantizedTensor) else it.dtype for it in (gate, up)]
-    if kinds[0] != kinds[1]:
-        raise CheckpointError(f"{folder}: gate and up of experts are {kinds[0]} and {kinds[1]}; expected one type")
+    if gate.dtype != up.dtype:
+        raise CheckpointError(f"{folder}: gate and up of experts are {gate.dtype} and {up.dtype}; expected one type")
     if not gate.shape == up.shape == half:
         raise CheckpointError(f"{folder}: {explain_shape('gate or up of experts', gate.shape, half)}")
-    if isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor):
-        return _join_codes(gate, up)
+    if isinstance(gate, GgmlTensor) and isinstance(up, GgmlTensor):
+        return join_stacks(gate, up)
     assert isinstance(gate, StoredTensor | MadeTensor) and isinstance(up, StoredTensor | MadeTensor)
 
     def pieces() -> Iterator[Array]:
@@ -251,30 +250,6 @@ def _join(folder: Path, gate: Weight, up: Weight, shape: tuple[int, ...]) -> Wei
             yield np.concatenate(both)[None]
 
     return MadeTensor(gate.dtype, shape, pieces)
-
-
-def _join_codes(gate: QuantizedTensor, up: QuantizedTensor) -> QuantizedTensor:
-    count, (rows, columns) = gate.stacked, gate.codes.shape
-
-    def join(read: Callable[[QuantizedTensor], Array]) -> Array:
-        halves = [(found := read(it)).reshape(count, -1, found.shape[1]) for it in (gate, up)]
-        joined: Array = np.concatenate(halves, 1).reshape(-1, halves[0].shape[2])
-        return joined
-
-    def read_codes(tensor: QuantizedTensor) -> Array:
-        assert isinstance(tensor.codes, MadeTensor)
-        return np.concatenate(list(tensor.codes.pieces()))
-
-    def read_offsets(tensor: QuantizedTensor) -> Array:
-        assert tensor.offsets is not None
-        return tensor.offsets()
-
-    return replace(
-        gate,
-        codes=MadeTensor(gate.dtype, (2 * rows, columns), lambda: iter([join(read_codes)])),
-        scales=lambda: join(lambda it: it.scales()),
-        offsets=gate.offsets and (lambda: join(read_offsets)),
-    )
 
 
 def _read_rows(folder: Path, tensor: StoredTensor | MadeTensor) -> Iterator[Array]:
@@ -316,6 +291,7 @@ def _find_expert(
         )
     if tensor.shape != shape:
         raise CheckpointError(f"{folder}: {explain_shape(name, tensor.shape, shape)}")
+    assert not isinstance(tensor, GgmlTensor), "GGUF files hold experts as stacks"
     if isinstance(tensor, Mxfp4Tensor) or getattr(tensor, "order", None) is not None:
         raise CheckpointError(
             f"{folder}: {name} has act-order, which llmc does not read of experts; export the checkpoint that it was "

@@ -20,7 +20,6 @@ from llmc.bundle import Geometry, Recipe
 from llmc.inventory import HEAD, Experts
 from llmc.optimize.calibrate.statistics import Accumulator, InputStatistics
 from llmc.optimize.lower.context import PerToken, QuantConfig, QuantConfigs, WeightOnly
-from llmc.optimize.lower.onnxruntime.cpu_linears import count_runs, split_grid
 from llmc.optimize.lower.onnxruntime.experts import fit_block
 from llmc.optimize.lower.onnxruntime.rotation import count_mixed, turn_inputs, turn_outputs
 from llmc.optimize.lower.tensorrt.weights import fit_grid
@@ -275,8 +274,7 @@ class _Layer:
             inputs = inputs or gptq.Inputs(_turn_moment(statistics.inputs.moment, gain, block))
             matrix = turn_inputs(as_array(self._weight(name)), gain, block)
             matrix = turn_outputs(matrix) if linear.name in geometry.writers else matrix
-            grid = split_grid(config.grid, linear.inputs, count_runs(linear.inputs, block))
-            found = gptq.quantize(torch.from_numpy(matrix).to(self.source.device), inputs, grid)
+            found = gptq.quantize(torch.from_numpy(matrix).to(self.source.device), inputs, config.grid)
             self.arrays |= arrays_of(f"{linear.name}.weight", found, PROMPTS)
 
     def _decide_experts(self, item: Experts, grid: Grid, read: "Read") -> None:

@@ -30,7 +30,7 @@ DEFAULT_SAMPLES = 16
 DEFAULT_LENGTH = 512
 SHORTER = "fewer and shorter windows (--samples, --length), or round without one (--no-calibration)"
 # Raised when calibration comes to other results than before: what is kept of it is made anew.
-METHOD = 2
+METHOD = 3
 # Bytes of cached calibrations: finished ones, and those of interrupted builds.
 KEPT_BYTES = 8_000_000_000
 

@@ -67,7 +67,7 @@ def name_better(recipe: Recipe, phases: Collection[str], excess: float = 1.0) ->
             return "--recipe int4"
         return "--recipe int4-quality" if (recipe.block_size, recipe.scheme) != (PLAIN_BLOCK, "gptq") else "--int8"
     if recipe.precision == "source":
-        return "phases = 'shared' in the recipe" if recipe.phases != "shared" else "--fp32"
+        return "--small" if recipe.phases != "shared" else "--fp32"
     exact = (recipe.phases, recipe.activations, recipe.block_size) == ("shared", "none", PLAIN_BLOCK)
     return "--fp32" if exact or not recipe.block_size else "--recipe int8-exact"
 

@@ -23,6 +23,9 @@ SIZES = (1, 2, 3, 4, 5, 6, 8)
 LONG_SIZES, LONGEST = (62, 64, 66, 67, 126, 128, 130), 132
 # Cached positions of the first row, and how many more each following row has: all even, and different.
 PREFIX, LONGER = 12, 2
+# Cached positions behind which lone tokens are compared once more: products over a float16 cache that agree after a few
+# positions may differ after some hundreds.
+FAR = 600
 # Smaller contexts, without room for prefixes and calls, are not measured.
 SMALLEST_CONTEXT = PREFIX + LONGER * max(SIZES) + max(SIZES)
 
@@ -43,21 +46,13 @@ def measure_guarantees(session: Session, manifest: Manifest) -> Manifest:
         return manifest
     probe = _Probe(session, manifest)
     found = {phase.value: probe.invariance(phase) for phase in Phase}
-    # However equal a lone token is after the few of these calls: folded heads take other code, and in float16 it rounds
-    # otherwise than several do after some hundreds of positions.
-    halves = manifest.target.name == "cpu" and manifest.cache == "float16"
-    found = {
-        name: replace(each, single=each.single and not halves and not manifest.graphs[name].overwritten)
-        for name, each in found.items()
-    }
     if session.changes_kernels:  # measuring proves nothing for them; calls of one token are still measured
         found = {Phase.DECODE.value: Invariance(rows=found[Phase.DECODE.value].rows)}
     adapter_graph = manifest.adapter_graph
     if adapter_graph is not None:
         session.open_adapters()
         measured = _Probe(session, manifest, _draw_adapters(manifest)).invariance(Phase.DECODE)
-        single = measured.single and not halves and not adapter_graph.overwritten
-        adapter_graph = replace(adapter_graph, invariance=replace(measured, single=single))
+        adapter_graph = replace(adapter_graph, invariance=measured)
     graphs = {
         name: replace(graph, invariance=found.get(name, graph.invariance)) for name, graph in manifest.graphs.items()
     }
@@ -94,7 +89,8 @@ class _Probe:
         self._longest = max(longest - longest % 2, max(SIZES))
         self._long = [tokens for tokens in LONG_SIZES if tokens < self._longest]
         self._rows = [rows for rows in SIZES if rows <= limits.max_batch]
-        session.cache.reserve(max(self._rows), max(SMALLEST_CONTEXT, PREFIX + self._longest))
+        self._most = min(limits.max_context, FAR + max(SIZES))
+        session.cache.reserve(max(self._rows), max(SMALLEST_CONTEXT, PREFIX + self._longest, self._most))
         generator = np.random.default_rng(0)
         vocab_size = manifest.geometry.vocab_size
         self._prefixes = [
@@ -120,8 +116,33 @@ class _Probe:
             rows=_multiple(self._rows, lambda rows: _same(steps[rows], steps[_reference(self._rows)], rows)),
             tokens=_both(tokens, self._long_pieces(phase)) if phase is Phase.PREFILL else tokens,
             outputs=_multiple(SIZES, lambda count: _same(outputs[count], many, count)),
-            single=_same((one[0][:1], one[1][:1]), many, 1),
+            single=_same((one[0][:1], one[1][:1]), many, 1) and self._is_alone_alike(phase),
         )
+
+    def _is_alone_alike(self, phase: Phase) -> bool:
+        """True if lone tokens behind a long prefix get the bits that several get in one call; beside another row, where
+        rows are computed in pairs."""
+        count, rows = max(SIZES), min(2, len(self._prefixes))
+        past = self._most - count
+        text, ends = np.resize(self._text, self._most), np.array([len(prefix) for prefix in self._prefixes[:rows]])
+        for start in range(0, past, self._longest):
+            self._far(Phase.PREFILL, text[None, start : min(past, start + self._longest)], np.array([start]), 0)
+        states = self._session.cache.read_states(0, past)
+        together = self._far(phase, text[None, past:], np.array([past]), count)[0], self._fill_cache(past, count)
+        self._session.cache.write_states(0, past, states)
+        alone = []
+        for at in range(past, self._most):
+            ends[0] = at
+            alone.append(self._far(phase, np.full((rows, 1), text[at]), ends, 1)[0])
+        return _same((np.concatenate(alone), self._fill_cache(past, count)), together, count)
+
+    def _far(self, phase: Phase, ids: NDArray[np.int64], past: NDArray[np.int64], outputs: int) -> NDArray[np.float32]:
+        """Logits [rows, outputs, vocab] of a call's last ``outputs`` tokens, over the cache as it is."""
+        rows, tokens = ids.shape
+        indices = np.tile(np.arange(tokens - outputs, tokens), (rows, 1))
+        call = Batch(phase, ids, past.astype(np.int64), indices, adapters=self._adapters[:rows])
+        logits: NDArray[np.float32] = self._session.run(call).copy()
+        return logits
 
     def _step(self, phase: Phase, rows: int) -> Values:
         past = [len(prefix) for prefix in self._prefixes[:rows]]

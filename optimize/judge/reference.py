@@ -8,20 +8,23 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from zipfile import BadZipFile
 
 import numpy as np
 import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
 from numpy.typing import NDArray
 
 from llmc import __version__
 from llmc.bundle import ExportManifest, read_export
-from llmc.exported import rows_of, sizes
-from llmc.inventory import EMBEDDING, HEAD, POSITIONS, Cache
+from llmc.exported import Weight, in_parallel, pieces, rows_of, sizes
+from llmc.ggml import LAYOUTS
+from llmc.inventory import EMBEDDING, HEAD, PER_LAYER, POSITIONS, Cache
 from llmc.optimize.lower.raising import find_weight
-from llmc.optimize.lower.rewrite import read_graph
+from llmc.optimize.lower.rewrite import read_graph, sole_consumer
 from llmc.optimize.progress import Progress, make_counter, silent
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.machine import usable_threads
@@ -45,8 +48,7 @@ class Reference:
         self.folder = export
         self.manifest: ExportManifest = read_export(export)
         self._model = read_graph(export)
-        self._table = next(node for node in self._model.graph if node.name == EMBEDDING)
-        self._opened: tuple[tuple[str, ...], Any] | None = None
+        self._opened: tuple[tuple[str, ...], Any, dict[str, Float]] | None = None
 
     @property
     def _head(self) -> ir.Node:
@@ -135,15 +137,21 @@ class Reference:
         return self._run_all({**known, **pasts}, [output, *shared])
 
     def _embed(self, ids: Ids) -> Float:
-        table = find_weight(self._table.inputs[0])
-        used, places = np.unique(ids, return_inverse=True)
-        rows: Float = np.stack([rows_of(table, token, token + 1)[0] for token in used.tolist()])
-        rows *= np.float32(self._factor("embedding_scale"))
-        vectors: Float = rows[places.reshape(ids.shape)]
+        [vectors] = self.look_up(EMBEDDING, ids).values()
+        vectors *= np.float32(self._factor("embedding_scale"))
         for node in self._model.graph:
             if node.name == POSITIONS:
                 vectors += rows_of(find_weight(node.inputs[0]), 0, ids.shape[1])
         return vectors
+
+    def look_up(self, table: str, ids: Ids) -> dict[str, Float]:
+        """Rows [B, S, N] of a table, by the name of their value in the graph, which makes floats of all rows."""
+        node = next(node for node in self._model.graph if node.name == table)
+        weight, cast = find_weight(node.inputs[0]), sole_consumer(node.outputs[0])
+        used, places = np.unique(ids, return_inverse=True)
+        rows: Float = np.stack([rows_of(weight, token, token + 1)[0] for token in used.tolist()])
+        value = (cast if cast is not None and cast.op_type == "Cast" else node).outputs[0]
+        return {str(value.name): rows[places.reshape(ids.shape)]}
 
     def _factor(self, name: str, default: float = 1.0) -> float:
         """Factor of the module of this name, ``default`` if the decoder has none."""
@@ -156,18 +164,20 @@ class Reference:
         return self._run_all(feeds, [output])[0]
 
     def _run_all(self, feeds: dict[str, Any], outputs: list[str]) -> list[Float]:
-        session = self._session((*feeds, *outputs), len(feeds))
+        session, weights = self._open((*feeds, *outputs), len(feeds))
         with translate_errors(f"{self.folder}: running the reference"):
-            return session.run(outputs, feeds)  # type: ignore[no-any-return]
+            return session.run(outputs, {**feeds, **weights})  # type: ignore[no-any-return]
 
-    def _session(self, names: tuple[str, ...], inputs: int) -> Any:
-        """The session of the part of the graph between these values; only the last used one is kept."""
+    def _open(self, names: tuple[str, ...], inputs: int) -> tuple[Any, dict[str, Float]]:
+        """The session of the part of the graph between these values, and weights to feed; only the last used one is
+        kept."""
         if self._opened is None or self._opened[0] != names:
             self._opened = None  # free its weights before loading others
             graph = ir.convenience.extract(self._model.graph, names[:inputs], names[inputs:])
             part = ir.Model(graph, ir_version=self._model.ir_version, functions=list(self._model.functions.values()))
-            self._opened = (names, open_part(part, self.folder))
-        return self._opened[1]
+            weights = _read_blocks(part)
+            self._opened = (names, open_part(part, self.folder), weights)
+        return self._opened[1:]
 
 
 class LayerCalls:
@@ -191,8 +201,8 @@ class LayerCalls:
         """Return what the layer reads beside hidden states and caches of its own."""
         geometry, found = self._reference.manifest.geometry, dict[str, Any]()
         if geometry.per_layer:
-            name, known = f"per_layer.{layer}", {"input_ids": self._ids, "hidden.0": self._embedded}
-            found[name] = self._reference._run(known, name)
+            name, known = f"per_layer.{layer}", self._reference.look_up(PER_LAYER, self._ids)
+            found[name] = self._reference._run({**known, "hidden.0": self._embedded}, name)
         for cache in geometry.source_of(layer):
             found |= {name: self._kept[name] for name in cache.outputs}
             found["logit_indices"] = every_row(self._ids)
@@ -211,6 +221,28 @@ def empty_caches(caches: Iterable[Cache], rows: int, positions: int, dtype: str)
         kind = "float32" if cache.kind == "state" else dtype
         made |= {name: np.zeros(cache.shape_of(rows, positions), kind) for name in cache.inputs}
     return made
+
+
+def _read_blocks(part: ir.Model) -> dict[str, Float]:
+    """Make the floats of GGML's blocks inputs of a part, which the engine would take five times the time and memory to
+    unpack. Return what to feed."""
+    found = dict[str, Float]()
+    for node in [node for node in part.graph if node.op_type in LAYOUTS]:
+        blocks, [output] = find_weight(node.outputs[0]), node.outputs
+        spans = pieces(sizes(blocks))
+        floats = np.concatenate(list(in_parallel(partial(_read_span, blocks), spans)))
+        value = ir.val(str(output.name), shape=ir.Shape(floats.shape), type=ir.TensorType(ir.DataType.FLOAT))
+        output.replace_all_uses_with(value)
+        output.name = f"{value.name}.packed"
+        part.graph.inputs.append(value)
+        found[str(value.name)] = floats
+    if found:
+        common_passes.RemoveUnusedNodesPass()(part)
+    return found
+
+
+def _read_span(tensor: Weight, span: tuple[int, int]) -> Float:
+    return rows_of(tensor, *span)
 
 
 def open_part(part: ir.Model, folder: Path) -> Any:

@@ -191,10 +191,10 @@ def choose_embedding_config(stored: QuantConfigs, tied: bool) -> QuantConfig:
 
 
 def without_rotation(recipe: Recipe) -> Recipe:
-    """The recipe of the graph for adapters, whose factors are those of the plain basis; nearest rounding without a
-    rotation wants smaller blocks."""
+    """The recipe of the graph for adapters, whose factors are those of the plain basis; without a rotation, nearest
+    rounding wants smaller blocks and activations stay floats."""
     block = min(recipe.block_size, HEAD_BLOCK) if recipe.rotates("decode") else recipe.block_size
-    return replace(recipe, block_size=block, rotated=())
+    return replace(recipe, block_size=block, rotated=(), activations="none")
 
 
 def choose_tower_configs(stored: QuantConfigs) -> QuantConfigs:

@@ -10,7 +10,8 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.errors import BuildError
-from llmc.exported import CodedTensor, Weight, order_of, sizes
+from llmc.exported import CodedTensor, DequantizedTensor, GgmlTensor, Weight, read_integers, sizes
+from llmc.ggml import LAYOUTS
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, nodes_of, replace
 
@@ -86,10 +87,20 @@ def find_weight(value: ir.Value | None) -> Weight:
         if node.op_type != "Reshape":
             others[_TERMS[node.op_type]] = find_vector(node.inputs[1])
         node = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if node is not None and node.op_type in LAYOUTS:
+        return _find_blocks(node, others.get("order"))
     if node is None or node.op_type != "DequantizeLinear":
         raise _no_weight(value)
     codes, scales, *zeros = map(find_vector, node.inputs)
-    return CodedTensor(codes, scales, zeros[0] if zeros else None, others.get("offsets"), others.get("order"))
+    return DequantizedTensor(codes, scales, zeros[0] if zeros else None, others.get("offsets"), others.get("order"))
+
+
+def _find_blocks(unpack: ir.Node, columns: ir.ExternalTensor | None) -> GgmlTensor:
+    """The blocks that a function of :mod:`llmc.export.ggml_ops` unpacks."""
+    packed, others = unpack.inputs[0], dict[str, ir.ExternalTensor]()
+    while packed is not None and (node := packed.producer()) is not None:
+        packed, others["second" if node.op_type == "Concat" else "rows"] = node.inputs[0], find_vector(node.inputs[1])
+    return GgmlTensor(unpack.op_type, find_vector(packed), **others, columns=columns)
 
 
 def find_vector(value: ir.Value | None) -> ir.ExternalTensor:
@@ -137,7 +148,7 @@ def raise_linears(graph: ir.Graph, context: LoweringContext) -> int:
         source = weight_value(weight)
         tensor = find_weight(source)
         if isinstance(tensor, CodedTensor) and tensor.order is not None and context.keeps(matmul.name or "", tensor):
-            order, node = np.argsort(order_of(tensor.order)), source.producer()
+            order, node = np.argsort(read_integers(tensor.order)), source.producer()
             assert node is not None and node.inputs[0] is not None
             if (x, order.tobytes()) not in gathered:
                 columns = constant(graph, f"{matmul.name}.input.order", order)

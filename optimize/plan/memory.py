@@ -1,7 +1,7 @@
 """Memory of builds and of the bundles they make, from geometry and recipe alone, before anything is read.
 
 Every constant below was measured as resident memory on Linux x86-64, with onnxruntime 1.31 and Python 3.11, on the
-geometries of Qwen2.5-0.5B and Llama-3.2-1B; recipes/benchmarks/memory.py measures the whole again.
+geometries of Qwen2.5-0.5B and Llama-3.2-1B.
 """
 
 from collections.abc import Callable

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from llmc.bundle import EXPORT_MANIFEST, TOKENIZER_FILE, Geometry
-from llmc.errors import BundleError
+from llmc.errors import BundleError, UsageError
 from llmc.optimize.calibrate.request import DEFAULT_LENGTH, DEFAULT_SAMPLES, can_calibrate
 from llmc.optimize.plan.borders import choose_borders
 from llmc.optimize.plan.device import device_plan, host_plan
@@ -16,10 +15,7 @@ from llmc.optimize.recipe import Request, check_context, find_recipe, read_recip
 from llmc.optimize.targets import Capabilities, capabilities_for
 from llmc.runtime.bench.stages import LARGEST_BATCH, export_plan
 from llmc.runtime.host.machine import usable_threads
-from llmc.runtime.kv.budget import MemoryEstimate, plan_device, plan_run
-
-# The recipe with one graph for both phases, by precision.
-HOLDS_WEIGHTS_ONCE = {"int8": "int8-small", "int4": "int4-small"}
+from llmc.runtime.kv.budget import GRAPHS, MemoryEstimate, Sizes, plan_device, plan_run
 
 
 def plan_stages(
@@ -29,6 +25,7 @@ def plan_stages(
     context: int | None = None,
     batch: int = 1,
     precision: str | None = None,
+    small: bool = False,
     recipe: str | None = None,
     target: str = "cpu",
     unified: bool = False,
@@ -44,7 +41,8 @@ def plan_stages(
         boxes: memory of the boxes that run a part of the model each.
         copied: bytes of weights that exporting the checkpoint copies.
     """
-    asked = Request(precision=precision, max_context=context, max_batch=batch)
+    phases = "shared" if small else None
+    asked = Request(precision=precision, phases=phases, max_context=context, max_batch=batch)
     file = find_recipe(recipe)
     asked = asked.over(read_recipe(file)) if file else asked
     if context is not None:
@@ -67,11 +65,7 @@ def _of_build(
         build = plan_build(geometry, chosen, limits, tokenizer, *windows, judged=judged)
         seconds = estimate_build(geometry, chosen, DEFAULT_SAMPLES * DEFAULT_LENGTH, usable_threads())
         run = plan_run(memory_plan(geometry, limits, chosen, tokenizer), wider, limits.max_context, batch)
-        if (name := HOLDS_WEIGHTS_ONCE.get(chosen.precision)) and chosen.phases == "split":
-            small = read_recipe(cast(Path, find_recipe(name)))
-            once, _ = settle(small, geometry, abilities, name, can_calibrate())
-            parts = memory_plan(geometry, limits, once, tokenizer).parts(limits.max_context, batch)
-            run = replace(run, smaller=(name, sum(parts.values())))
+        run = replace(run, graphs=_compare_graphs(geometry, asked, abilities, tokenizer))
         runs = [
             plan_run(cut.memory, wider, limits.max_context, batch).of_stage(number, cut.layers, box)
             for number, (cut, box) in enumerate(zip(cuts, boxes, strict=True))
@@ -86,6 +80,21 @@ def _of_build(
         plan_run(host_plan(geometry, tokenizer), wider, limits.max_context, batch),
         plan_device(device, wider, limits.max_context, batch),
     ]
+
+
+def _compare_graphs(geometry: Geometry, asked: Request, abilities: Capabilities, tokenizer: int) -> dict[str, Sizes]:
+    """What a bundle takes with two graphs and with one; nothing where the model or the recipe leaves no choice."""
+    found = dict[str, Sizes]()
+    if geometry.mixtures or geometry.borrows or geometry.diffusion:
+        return found
+    for phases, name in GRAPHS.items():
+        try:
+            recipe, limits = settle(replace(asked, phases=phases), geometry, abilities, "plan", can_calibrate())
+        except UsageError:
+            return {}
+        parts = memory_plan(geometry, limits, recipe, tokenizer).parts(limits.max_context, limits.max_batch)
+        found[name] = Sizes(bundle_bytes(geometry, recipe, limits, tokenizer), sum(parts.values()))
+    return found
 
 
 def _tokenizer_bytes(path: Path) -> int:

@@ -73,10 +73,11 @@ class Request:
             TensorRT takes no zero points, and on cuda they have no fast kernels.
         head: int8, int4, fp16 or fp32, of the head and a tied embedding, but for TensorRT embeddings stay floats;
             default: as ``precision``, beside int4 int8, for tensorrt fp16.
-        phases: split (a W8A8 graph for prefill beside the weight-only one, default on CPUs), shared (one graph, less
-            memory) or single (one engine; TensorRT knows nothing else).
-        activations: of the W8A8 graph: per-token (default on CPUs); a shared graph is W8A8 where this is said. For
-            TensorRT none (default) or static, one calibrated scale per tensor, with int8.
+        phases: shared (one graph), split (a W8A8 graph for prefill beside the weight-only one; twice the weights) or
+            single (one engine; TensorRT knows nothing else). Default on CPUs: shared for int8 where W8A8 is as close in
+            decode (the residual stream rotates, or the build can calibrate) and for experts, else split.
+        activations: of the W8A8 graph: per-token (default on CPUs); of a shared graph per-token (default of int8) or
+            none. For TensorRT none (default) or static, one calibrated scale per tensor, with int8.
         smoothing: SmoothQuant's alpha, 0 ... 1; default 0, off, but 0.6 for per-token activations of a model whose
             residual stream cannot be rotated, where the build can calibrate.
         sparsity: pruned weights of the layers' linears: "2:4", or the share of each row that becomes zero, as 0.5;
@@ -84,8 +85,8 @@ class Request:
         pruning: rule that chooses them: wanda (magnitude times the norm of the input; default where the build can
             calibrate) or magnitude.
         cache: KV cache in float16, float32, int8 (a scale per tensor) or int8-channel (a scale per channel); default:
-            float16 of integers in split phases whose every attention has groups of query heads and neither windows nor
-            sinks, else float32; on GPUs in the type of ``compute``.
+            float16 of integers where every attention has groups of query heads and neither windows nor sinks, else
+            float32; on GPUs in the type of ``compute``.
         compute: type of activations on GPUs: float16 (default), bfloat16 or float32; follows fp32, fp16 and bf16.
         layers: precision by pattern of module names (``*.mlp.down_proj``, ``model.layers.0.*``); the last match wins.
             ``sensitive`` stands for the inventory's list of what loses most; default: that in int8 for 4 bits by rtn
@@ -220,7 +221,7 @@ def settle(
     calibrated = calibrated and not geometry.head  # no text holds another model's hidden states
     recipe, limits = resolve(
         *(asked, target, geometry.max_positions, name, calibrated),
-        *(bool(geometry.coded), geometry.rotates, bool(geometry.mixtures or geometry.borrows)),
+        *(bool(geometry.coded), geometry.rotates, bool(geometry.mixtures or geometry.borrows or geometry.encoder)),
     )
     if asked.cache is None and _halves_cache(recipe, geometry, target):
         recipe = replace(recipe, cache="float16")
@@ -234,8 +235,9 @@ def _halves_cache(recipe: Recipe, geometry: Geometry, target: Capabilities) -> b
     It halves the cache everywhere, and steps that fold their heads take less time on every CPU that was tried, with
     AVX-512 and without; a lone query of a head takes more. So it follows from the model, not from the CPU that builds.
     """
-    rounds = recipe.precision in (*BITS, "source") and recipe.phases == "split"
-    folds = bool(geometry.attentions) and all(it.folds for it in geometry.attentions) and not geometry.shares
+    rounds = recipe.precision in (*BITS, "source")
+    steps = not (geometry.shares or geometry.encoder or geometry.head or geometry.diffusion)
+    folds = steps and bool(geometry.attentions) and all(it.folds for it in geometry.attentions)
     if target.has_gpu or not (rounds and folds):
         return False
     if find_spec("onnxruntime") is None:  # to plan, nothing need be installed
@@ -257,7 +259,7 @@ def resolve(
 
     ``calibrated`` tells that the build can calibrate, ``coded`` that the checkpoint stores integers, ``rotates`` that
     the model's residual stream can be rotated, ``one_graph`` that two would hold most of its weights twice, as those of
-    experts, or that it is a draft head which reads one token at a time.
+    experts, or that it is a draft head which reads one token at a time, or embeds or ranks.
 
     Raises:
         UsageError: a value is out of range, contradicts another one or is not supported by the target.
@@ -272,9 +274,11 @@ def resolve(
     layers = {key: _one_of(f"layers: {key}", value, target.precisions) for key, value in (request.layers or {}).items()}
     stored = {rest, head, *layers.values()}
     _refuse_integer_keys(request, precision, stored)
-    phases = _phases(request.phases, target, integers=rest in BITS, one=one_graph)
+    # One graph multiplies 8-bit activations in decode too, which loses little where their outliers are spread.
+    spread = precision == "int8" and stored == {"int8"} and (rotates or calibrated) and not one_graph
+    phases = _phases(request.phases, target, integers=rest in BITS, one=one_graph or spread)
     compute = _compute(request.compute, precision, target)
-    activations = _activations(request.activations, phases, stored, target)
+    activations = _activations(request.activations, phases, stored, target, spread)
     # For W8A8 of a smoothed stream a text chooses nothing that is better than the nearest.
     gains = "int4" in stored or (activations == "per-token" and rotates)
     can_choose = calibrated and gains and precision != "source"
@@ -385,7 +389,7 @@ def for_encoder(request: Request, target: Capabilities, max_positions: int) -> R
                 "whose weights are rounded to nearest; leave it out"
             )
     longest = either(request.max_context, min(max_positions, ENCODER_CONTEXT))
-    return replace(request, phases="shared", max_context=longest, budget=None)
+    return replace(request, phases="shared", activations="none", max_context=longest, budget=None)
 
 
 def _for_diffusion(request: Request, geometry: Geometry) -> Request:
@@ -396,9 +400,6 @@ def _for_diffusion(request: Request, geometry: Geometry) -> Request:
             raise UsageError(f"{name} is {format_value(value)}, which no diffusion model can have; leave it out")
     context = either(request.max_context, min(geometry.max_positions, ENCODER_CONTEXT))
     request = replace(request, max_context=context, prefill_chunk=context)
-    eight = {request.precision or "int8", request.head or "int8"} == {"int8"} and not (geometry.coded or request.layers)
-    if request.phases is None and eight:
-        request = replace(request, activations=either(request.activations, "per-token"))
     return replace(request, phases=either(request.phases, "shared"))
 
 
@@ -478,14 +479,16 @@ def _refuse_integer_keys(request: Request, precision: str, stored: set[str]) -> 
         raise UsageError(f"symmetric is for int4, the precision is {precision}; leave it out")
 
 
-def _activations(asked: str | None, phases: str, stored: set[str], target: Capabilities) -> str:
+def _activations(asked: str | None, phases: str, stored: set[str], target: Capabilities, spread: bool) -> str:
+    """``spread`` says that a shared graph is W8A8 unless the request says otherwise."""
     if phases == "shared":
-        if asked not in (None, "per-token") or (asked and ("int4" in stored or target.has_gpu)):
+        takes = ("none",) if "int4" in stored or target.has_gpu else ("none", "per-token")
+        if asked not in (None, *takes):
             raise UsageError(
-                f"activations is {asked!r}, but one graph for both phases takes only 'per-token', beside 8-bit weights "
-                "on cpu; leave it out"
+                f"activations is {asked!r}, but one graph for both phases takes only 'none', or 'per-token' beside "
+                "8-bit weights on cpu; leave it out"
             )
-        return either(asked, "none")
+        return either(asked, takes[spread and len(takes) - 1])
     found = str(_one_of("activations", either(asked, target.activations[0]), target.activations))
     if phases == "single" and found == "static" and "int8" not in stored:
         raise UsageError("activations is 'static', which goes with int8 weights, and there are none")

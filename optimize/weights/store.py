@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import BuildError
-from llmc.exported import CodedTensor, Weight, codes_of, in_parallel, pieces, rows_of, sizes
+from llmc.exported import CodedTensor, Weight, in_parallel, pieces, rows_of, sizes
 from llmc.optimize.quantize import rtn
 from llmc.optimize.quantize.grid import SMALLEST_SCALE, Float, Grid, Quantized, pack_rows, stack, unpack_rows
 from llmc.optimize.quantize.pruning import Pruning
@@ -94,9 +94,9 @@ def _load(folder: Path, part: str) -> Arrays:
 
 def keep_codes(tensor: CodedTensor, grid: Grid) -> Quantized:
     """A matrix's own integers on a grid whose blocks lie within theirs, which have their scales and zero points."""
-    codes, scales, zeros, offsets = codes_of(tensor)
+    codes, scales, zeros, offsets = tensor.read()
     inputs = codes.shape[1]
-    of_block = np.arange(grid.groups(inputs)) * grid.width(inputs) // tensor.block
+    of_block = np.arange(grid.groups(inputs)) * grid.width(inputs) // tensor.kind.block
     scales = scales[:, of_block]
     if grid.positive and not (scales >= 0).all():
         raise BuildError(

@@ -18,18 +18,21 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from signal import SIGBUS
 from types import MappingProxyType
 
+import numpy as np
 from machine import QUIET_CPUS, Disturbance, positive, publish, ratio, table
-from quality import Figures, Quality, Task
+from numpy.typing import NDArray
 from runners import PHASES, RUNNERS, lengths
 
 from llmc.errors import BundleError, LlmcError
+from llmc.optimize.calibrate.text import read_samples
+from llmc.optimize.judge.quality import Tally
 from llmc.runtime.host.machine import usable_threads
 from llmc.strict import decode, parse_toml
 
@@ -38,6 +41,8 @@ ENVIRONMENT = {"ORT_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "1"}
 NOT_RUN = "not run"
 # KL that is higher by less is no worse: of one text of a few thousand tokens, a tenth is noise.
 SAME_KL = 1.1
+ALL_WINDOWS = 1 << 30
+Figures = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,61 @@ class Row:
             compared = f" ({ratio(theirs, own)})" if theirs and own and all(own) else ""
             yield f"{statistics.median(own):.4g}{compared}" if own else ""
         yield self.trouble or (reference.entry.name if reference else "")
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Model and text that quality is measured with.
+
+    Attributes:
+        checkpoint: Hugging Face folder that every system's quality model was made from.
+        text: that nobody was trained or calibrated on; empty for the part of llmc's own that calibration does not see.
+    """
+
+    checkpoint: str
+    text: str
+
+
+class Task:
+    """The first windows of the text without overlap, and their logits by transformers in float32, in ``folder``.
+
+    All systems see the same tokens, a window fed at once (prefill) and token by token (decode).
+    """
+
+    def __init__(self, quality: Quality, args: argparse.Namespace, folder: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        base, self.folder = args.systems.parent, folder
+        checkpoint, text = base / quality.checkpoint, base / quality.text if quality.text else None
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
+        vocabulary = model.config.vocab_size
+        chosen = {"samples": ALL_WINDOWS, "length": args.length, "vocab_size": vocabulary, "held_out": True}
+        self.windows: NDArray[np.int64] = read_samples(text, checkpoint, **chosen).ids[: args.windows]
+        np.save(folder / "windows.npy", self.windows)
+        shape = (*self.windows.shape, vocabulary)
+        self._reference = np.lib.format.open_memmap(folder / "reference.npy", "w+", np.float32, shape)
+        with torch.inference_mode():
+            for row, tokens in zip(self._reference, self.windows, strict=True):
+                row[:] = model(input_ids=torch.from_numpy(tokens[None]), use_cache=False).logits[0].numpy()
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]  # a tied head once
+        self._weights = sum(matrix.numel() for matrix in matrices)
+
+    def measure(self, run: Callable[..., str]) -> dict[str, Figures]:
+        """Bits per weight, KL in nats and so on by phase, of a system that ``run`` lets write its logits.
+        Raises RuntimeError: its logits are not those of this model."""
+        sizes = json.loads(run("--logits", self.folder))
+        return {phase: {"bits": 8 * sizes[phase] / self._weights, **self._compare(phase)} for phase in PHASES}
+
+    def _compare(self, phase: str) -> Figures:
+        """A window's first token has nothing before it, and the logits after its last one predict nothing in it."""
+        tally, found = Tally(), np.load(self.folder / f"{phase}.npy", mmap_mode="r")
+        if found.shape != self._reference.shape or not np.isfinite(found).all():
+            raise RuntimeError(f"logits {found.shape} of {phase} are not finite ones of {self._reference.shape}")
+        for wanted, logits, tokens in zip(self._reference, found, self.windows, strict=True):
+            tally.compare(wanted[:-1], logits[:-1])
+            tally.predict(logits[:-1], tokens[1:])
+        return asdict(tally.quality)
 
 
 def read_systems(path: Path) -> tuple[Quality, dict[str, Path], tuple[Entry, ...]]:

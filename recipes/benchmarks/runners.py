@@ -23,24 +23,10 @@ MICRO_BATCH = 512  # llama.cpp's own default
 QUESTION = "What is to be seen?"
 IMAGE_TOKENS = 4096  # room for an image of the largest size
 
-# Generates exactly so many tokens after a prompt, greedily and whatever the end token says, from an empty cache. Gives
-# the seconds until the first new token, and from the first new token to the last.
-Generate = Callable[[list[int], int], tuple[float, float]]
-
-# Answers all prompts at once with so many new tokens each, greedily and whatever the end token says. Gives the seconds
-# from the first prompt handed in to the last token.
-Together = Callable[[list[list[int]], int], float]
-
-# Answers a question about a picture, uint8 [height, width, 3], with one token. Gives the seconds from the picture to
-# the token, and the tokens of the prompt.
-Look = Callable[[Any], tuple[float, int]]
-
-# Logits [n, V] of a window, fed so many tokens at a time from an empty cache, as they come; each array is overwritten
-# by the next.
-Logits = Callable[[list[int], int], Iterable[Any]]
 PHASES = ("prefill", "decode")
 # Readers of values that are no matrix: norm weights and rotary tables are not quantized by anyone.
 VECTOR_READERS = ("Normalization", "LayerNorm", "Attention", "RotaryEmbedding")
+Logits = Iterable[Any]  # float32 [n, V] of consecutive tokens; each array is overwritten by the next
 
 
 def time_steps(prefill: Callable[[], None], step: Callable[[], None], new_tokens: int) -> tuple[float, float]:
@@ -58,62 +44,6 @@ def check_count(generated: int, expected: int) -> None:
         raise SystemExit(f"{generated} tokens generated, {expected} expected")
 
 
-def llmc(args: argparse.Namespace) -> Generate:
-    """A bundle; ``load`` and ``generate`` as a user calls them, and the result's own timings as the stopwatch."""
-    from llmc.runtime import load
-
-    model = load(args.model, threads=args.threads)
-
-    def generate(prompt: list[int], new_tokens: int) -> tuple[float, float]:
-        timings = model.generate(prompt, max_tokens=new_tokens, temperature=0, ignore_eos=True).timings
-        return timings.ttft_s, timings.decode_s
-
-    return generate
-
-
-def llmc_together(args: argparse.Namespace) -> Together:
-    """A bundle; all requests are submitted before the first one is waited for."""
-    from llmc.runtime import load
-
-    model = load(args.model, threads=args.threads)
-
-    def generate(prompts: list[list[int]], new_tokens: int) -> float:
-        started = time.perf_counter()
-        handles = [model.stream(p, max_tokens=new_tokens, temperature=0, ignore_eos=True) for p in prompts]
-        results = [handle.result() for handle in handles]
-        seconds = time.perf_counter() - started
-        for result in results:
-            check_count(len(result.token_ids), new_tokens)
-        return seconds
-
-    return generate
-
-
-def llmc_image(args: argparse.Namespace) -> Look:
-    """A bundle of a model that sees, by a chat as a user writes it."""
-    from llmc.runtime import load
-
-    model = load(args.model, threads=args.threads)
-
-    def look(picture: Any) -> tuple[float, int]:
-        started = time.perf_counter()
-        content = [{"type": "image", "image": picture}, {"type": "text", "text": QUESTION}]
-        result = model.chat([{"role": "user", "content": content}], max_tokens=1, temperature=0, ignore_eos=True)
-        return time.perf_counter() - started, result.usage.prompt_tokens
-
-    return look
-
-
-def llmc_logits(args: argparse.Namespace) -> tuple[Logits, dict[str, int]]:
-    """A bundle: the logits of its two graphs."""
-    from llmc.runtime import load
-    from llmc.runtime.sessions import Phase
-
-    model = load(args.model, threads=args.threads)
-    sizes = {phase: graph_bytes(args.model / model.manifest.graphs[phase].file) for phase in PHASES}
-    return lambda tokens, step: [model.runner.logits(tokens, Phase(PHASES[step == 1]))], sizes
-
-
 def graph_bytes(graph: Path) -> int:
     """Bytes of an ONNX graph's matrices, scales included. What two nodes share counts once."""
     import onnx_ir as ir
@@ -129,50 +59,187 @@ def graph_bytes(graph: Path) -> int:
     return sum(sizes.values())
 
 
-class LlamaCpp:
-    """A GGUF file by the C interface directly, for ``most`` sequences: prompts in batches, then a token of each a call.
+class System:
+    """One system and the model it has open. All answers are greedy, from an empty cache, and ignore the end token.
 
-    Greedy: the arg max is numpy's, over llama.cpp's own buffer of logits.
+    Each subclass has ``generate``, ``logits`` and ``matrix_bytes``; one that can has ``together`` and ``look``, too.
+
+    Attributes:
+        modules: imported before the time of opening the system begins.
     """
 
-    def __init__(self, args: argparse.Namespace, most: int) -> None:
+    modules: tuple[str, ...] = ()
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+
+    def generate(self, prompt: list[int], new_tokens: int) -> tuple[float, float]:
+        """Seconds until the first new token, and from the first new token to the last."""
+        raise NotImplementedError
+
+    def together(self, prompts: list[list[int]], new_tokens: int) -> float:
+        """Seconds from the first of several prompts at once to the last of ``new_tokens`` tokens of each."""
+        raise SystemExit(f"{type(self).__name__} is not measured with requests at once")
+
+    def look(self, picture: Any) -> tuple[float, int]:
+        """Answer a question about a picture, uint8 [height, width, 3]: seconds to the first token, prompt's tokens."""
+        raise SystemExit(f"{type(self).__name__} is not measured with images")
+
+    def logits(self, tokens: list[int], step: int) -> Logits:
+        """Logits of a window that is fed ``step`` tokens at a time."""
+        raise NotImplementedError
+
+    def matrix_bytes(self) -> dict[str, int]:
+        """Bytes of the matrices that each phase reads, scales included."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Wait until the system is as fast as it gets when it is idle for some seconds."""
+
+
+class Llmc(System):
+    """A bundle; ``load`` and ``generate`` as a user calls them, and the result's own timings as the stopwatch."""
+
+    modules = ("llmc.runtime", "onnxruntime")
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from llmc.runtime import load
+
+        super().__init__(args)
+        self._model = load(args.model, threads=args.threads)
+
+    def generate(self, prompt: list[int], new_tokens: int) -> tuple[float, float]:
+        timings = self._model.generate(prompt, max_tokens=new_tokens, temperature=0, ignore_eos=True).timings
+        return timings.ttft_s, timings.decode_s
+
+    def together(self, prompts: list[list[int]], new_tokens: int) -> float:
+        started = time.perf_counter()
+        handles = [self._model.stream(p, max_tokens=new_tokens, temperature=0, ignore_eos=True) for p in prompts]
+        results = [handle.result() for handle in handles]
+        seconds = time.perf_counter() - started
+        for result in results:
+            check_count(len(result.token_ids), new_tokens)
+        return seconds
+
+    def look(self, picture: Any) -> tuple[float, int]:
+        started = time.perf_counter()
+        content = [{"type": "image", "image": picture}, {"type": "text", "text": QUESTION}]
+        result = self._model.chat([{"role": "user", "content": content}], max_tokens=1, temperature=0, ignore_eos=True)
+        return time.perf_counter() - started, result.usage.prompt_tokens
+
+    def logits(self, tokens: list[int], step: int) -> Logits:
+        from llmc.runtime.sessions import Phase
+
+        return [self._model.runner.logits(tokens, Phase(PHASES[step == 1]))]
+
+    def matrix_bytes(self) -> dict[str, int]:
+        graphs = self._model.manifest.graphs
+        return {phase: graph_bytes(self.args.model / graphs[phase].file) for phase in PHASES}
+
+    def settle(self) -> None:
+        """Wait until weights are in huge pages."""
+        from llmc.runtime.host import huge_pages
+
+        huge_pages.settle()
+
+
+class LlamaCpp(System):
+    """A GGUF file by the C interface: prompts in batches, then a token of each sequence a call.
+
+    The arg max is numpy's, over llama.cpp's own buffer of logits.
+    """
+
+    modules = ("llama_cpp",)
+
+    def __init__(self, args: argparse.Namespace) -> None:
         import llama_cpp
 
-        self._api, positions = llama_cpp, most * (max(args.prompts) + args.new_tokens) + bool(args.image) * IMAGE_TOKENS
+        super().__init__(args)
+        self._api, most = llama_cpp, max(args.together or [1])
+        positions = most * (max(args.prompts) + args.new_tokens) + bool(args.image) * IMAGE_TOKENS
         self._size = max(llama_cpp.llama_context_default_params().n_batch, most)
-        self.silent = llama_cpp.llama_log_callback(lambda level, text, data: None)  # ctypes does not hold it
+        self._silent = llama_cpp.llama_log_callback(lambda level, text, data: None)  # ctypes does not hold it
         llama_cpp.llama_backend_init()
-        llama_cpp.llama_log_set(self.silent, ctypes.c_void_p(0))
+        llama_cpp.llama_log_set(self._silent, ctypes.c_void_p(0))
         defaults = llama_cpp.llama_model_default_params()
-        self.model = model = llama_cpp.llama_model_load_from_file(str(args.model).encode(), defaults)
-        if not model:
+        self._model = llama_cpp.llama_model_load_from_file(str(args.model).encode(), defaults)
+        if not self._model:
             raise SystemExit(f"{args.model}: llama.cpp cannot load it; write it with convert_gguf.py")
         parameters = llama_cpp.llama_context_default_params()
         parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = positions, self._size, MICRO_BATCH
         parameters.n_seq_max, parameters.n_threads, parameters.n_threads_batch = most, args.threads, args.threads
-        self.context = llama_cpp.llama_init_from_model(model, parameters)
-        if not self.context:
+        self._context = llama_cpp.llama_init_from_model(self._model, parameters)
+        if not self._context:
             raise SystemExit(f"{args.model}: llama.cpp cannot make a context of {positions} tokens")
-        self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+        self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._batch = llama_cpp.llama_batch_init(self._size, 0, 1)
         self._latest: dict[int, tuple[int, int]] = {}  # by sequence, the next token and its position
+        self._tower = self._open_tower() if args.image else None
 
-    def prefill(self, prompts: list[list[int]]) -> None:
-        self.clear()
+    def generate(self, prompt: list[int], new_tokens: int) -> tuple[float, float]:
+        return time_steps(lambda: self._prefill([prompt]), self._step, new_tokens)
+
+    def together(self, prompts: list[list[int]], new_tokens: int) -> float:
+        return sum(time_steps(lambda: self._prefill(prompts), self._step, new_tokens))
+
+    def look(self, picture: Any) -> tuple[float, int]:
+        """By llama.cpp's own library of images, with the tower that convert_gguf.py wrote beside the model."""
+        from llama_cpp import mtmd_cpp as mtmd
+
+        started, end = time.perf_counter(), self._api.llama_pos()
+        self._clear()
+        height, width = picture.shape[:2]
+        text = mtmd.mtmd_default_marker() + QUESTION.encode()
+        prompt = mtmd.mtmd_input_text(text, len(text), True, True)
+        pixels = picture.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        bitmap, chunks = mtmd.mtmd_bitmap_init(width, height, pixels), mtmd.mtmd_input_chunks_init()
+        bitmaps = (mtmd.mtmd_bitmap_p_ctypes * 1)(bitmap)
+        failed = mtmd.mtmd_tokenize(self._tower, chunks, ctypes.byref(prompt), bitmaps, 1)
+        batch = self._api.llama_context_default_params().n_batch
+        failed = failed or mtmd.mtmd_helper_eval_chunks(
+            self._tower, self._context, chunks, 0, 0, batch, True, ctypes.byref(end)
+        )
+        if failed:
+            raise SystemExit(f"llama.cpp cannot take a picture of {width} x {height}: {failed}")
+        self._last_logits(1).argmax()
+        seconds, tokens = time.perf_counter() - started, mtmd.mtmd_helper_get_n_tokens(chunks)
+        mtmd.mtmd_input_chunks_free(chunks)
+        mtmd.mtmd_bitmap_free(bitmap)
+        return seconds, tokens
+
+    def logits(self, tokens: list[int], step: int) -> Logits:
+        self._clear()
+        for start in range(0, len(tokens), step):
+            yield self._call([(t, i, 0, True) for i, t in enumerate(tokens[start : start + step], start)])
+
+    def matrix_bytes(self) -> dict[str, int]:
+        import gguf
+
+        matrices = [tensor for tensor in gguf.GGUFReader(self.args.model).tensors if len(tensor.shape) > 1]
+        return dict.fromkeys(PHASES, sum(int(tensor.n_bytes) for tensor in matrices))
+
+    def _open_tower(self) -> Any:
+        from llama_cpp import mtmd_cpp as mtmd
+
+        parameters = mtmd.mtmd_context_params_default()
+        parameters.use_gpu, parameters.print_timings, parameters.n_threads = False, False, self.args.threads
+        mtmd.mtmd_log_set(self._silent, ctypes.c_void_p(0))
+        path = self.args.model.with_name(f"{self.args.model.name.rpartition('-')[0]}-mmproj.gguf")
+        if not (tower := mtmd.mtmd_init_from_file(str(path).encode(), self._model, parameters)):
+            raise SystemExit(f"{path}: llama.cpp cannot load it; write it with convert_gguf.py")
+        return tower
+
+    def _prefill(self, prompts: list[list[int]]) -> None:
+        self._clear()
         entries = [(t, i, s, i + 1 == len(p)) for s, p in enumerate(prompts) for i, t in enumerate(p)]
         for start in range(0, len(entries), self._size):
             self._feed(entries[start : start + self._size])
 
-    def step(self) -> None:
+    def _step(self) -> None:
         self._feed([(token, position, s, True) for s, (token, position) in self._latest.items()])
 
-    def logits(self, tokens: list[int], step: int) -> Iterable[Any]:
-        self.clear()
-        for start in range(0, len(tokens), step):
-            yield self._call([(t, i, 0, True) for i, t in enumerate(tokens[start : start + step], start)])
-
-    def clear(self) -> None:
-        self._api.llama_memory_clear(self._api.llama_get_memory(self.context), True)
+    def _clear(self) -> None:
+        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
 
     def _feed(self, entries: list[tuple[int, int, int, bool]]) -> None:
         """Feed (token, position, sequence, last) in one call; what follows each last one is kept."""
@@ -187,231 +254,143 @@ class LlamaCpp:
         for i, (token, position, sequence, last) in enumerate(entries):
             batch.token[i], batch.pos[i], batch.logits[i] = token, position, last
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
-        if self._api.llama_decode(self.context, batch) != 0:
+        if self._api.llama_decode(self._context, batch) != 0:
             raise SystemExit(f"llama_decode failed on {len(entries)} tokens")
-        return self.last_logits(sum(last for *_, last in entries))
+        return self._last_logits(sum(last for *_, last in entries))
 
-    def last_logits(self, count: int) -> Any:
+    def _last_logits(self, count: int) -> Any:
         """Logits [count, V] of the latest call."""
         import numpy as np
 
-        return np.ctypeslib.as_array(self._api.llama_get_logits(self.context), (count, self._vocabulary))
+        return np.ctypeslib.as_array(self._api.llama_get_logits(self._context), (count, self._vocabulary))
 
 
-def llamacpp(args: argparse.Namespace) -> Generate:
-    """llama.cpp, one sequence."""
-    system = LlamaCpp(args, 1)
-    return lambda prompt, new_tokens: time_steps(lambda: system.prefill([prompt]), system.step, new_tokens)
+class OpenVino(System):
+    """A folder of ``optimum-cli export openvino``, by the pipelines that users write.
 
+    Threads are set, because OpenVINO's default counts physical cores, not the CPUs this process may use.
+    """
 
-def llamacpp_together(args: argparse.Namespace) -> Together:
-    """llama.cpp, a token of every sequence in each call."""
-    system = LlamaCpp(args, max(args.together))
-    return lambda prompts, new_tokens: sum(time_steps(lambda: system.prefill(prompts), system.step, new_tokens))
+    modules = ("openvino", "openvino_genai")
 
+    def __init__(self, args: argparse.Namespace) -> None:
+        import openvino
+        import openvino_genai as genai
 
-def llamacpp_image(args: argparse.Namespace) -> Look:
-    """llama.cpp with the tower that convert_gguf.py wrote beside the model, by its own library of images."""
-    import llama_cpp
-    from llama_cpp import mtmd_cpp as mtmd
+        super().__init__(args)
+        options = {"INFERENCE_NUM_THREADS": args.threads}
+        if args.logits:  # pipelines give none: the graph itself, with the plugin's defaults, as a pipeline has them
+            self._graph = openvino.Core().read_model(args.model / "openvino_model.xml")
+            self._request = openvino.compile_model(self._graph, "CPU", options).create_infer_request()
+        elif args.together:
+            scheduler = genai.SchedulerConfig()
+            scheduler.cache_size = 1  # GB, more than these requests fill; without it no pipeline is made
+            self._pipeline = genai.ContinuousBatchingPipeline(str(args.model), scheduler, "CPU", options)
+        else:
+            self._pipeline = genai.LLMPipeline(str(args.model), "CPU", **options)
 
-    system = LlamaCpp(args, 1)
-    parameters = mtmd.mtmd_context_params_default()
-    parameters.use_gpu, parameters.print_timings, parameters.n_threads = False, False, args.threads
-    mtmd.mtmd_log_set(system.silent, ctypes.c_void_p(0))
-    path = args.model.with_name(f"{args.model.name.rpartition('-')[0]}-mmproj.gguf")
-    if not (tower := mtmd.mtmd_init_from_file(str(path).encode(), system.model, parameters)):
-        raise SystemExit(f"{path}: llama.cpp cannot load it; write it with convert_gguf.py")
-    text = mtmd.mtmd_default_marker() + QUESTION.encode()
-    prompt = mtmd.mtmd_input_text(text, len(text), True, True)
+    def generate(self, prompt: list[int], new_tokens: int) -> tuple[float, float]:
+        """By the pipeline's own metrics."""
+        import numpy as np
+        import openvino
+        import openvino_genai
 
-    def look(picture: Any) -> tuple[float, int]:
-        started, end = time.perf_counter(), llama_cpp.llama_pos()
-        system.clear()
-        height, width = picture.shape[:2]
-        pixels = picture.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        bitmap, chunks = mtmd.mtmd_bitmap_init(width, height, pixels), mtmd.mtmd_input_chunks_init()
-        bitmaps = (mtmd.mtmd_bitmap_p_ctypes * 1)(bitmap)
-        failed = mtmd.mtmd_tokenize(tower, chunks, ctypes.byref(prompt), bitmaps, 1)
-        batch = llama_cpp.llama_context_default_params().n_batch
-        failed = failed or mtmd.mtmd_helper_eval_chunks(
-            tower, system.context, chunks, 0, 0, batch, True, ctypes.byref(end)
-        )
-        if failed:
-            raise SystemExit(f"llama.cpp cannot take a picture of {width} x {height}: {failed}")
-        system.last_logits(1).argmax()
-        seconds, tokens = time.perf_counter() - started, mtmd.mtmd_helper_get_n_tokens(chunks)
-        mtmd.mtmd_input_chunks_free(chunks)
-        mtmd.mtmd_bitmap_free(bitmap)
-        return seconds, tokens
-
-    return look
-
-
-def llamacpp_logits(args: argparse.Namespace) -> tuple[Logits, dict[str, int]]:
-    """llama.cpp, one window as one micro batch."""
-    import gguf
-
-    matrices = [tensor for tensor in gguf.GGUFReader(args.model).tensors if len(tensor.shape) > 1]
-    return LlamaCpp(args, 1).logits, dict.fromkeys(PHASES, sum(int(tensor.n_bytes) for tensor in matrices))
-
-
-def openvino_greedy(new_tokens: int) -> Any:
-    """The configuration of answers of exactly so many tokens."""
-    import openvino_genai
-
-    config = openvino_genai.GenerationConfig()
-    config.max_new_tokens = config.min_new_tokens = new_tokens
-    config.ignore_eos, config.do_sample = True, False
-    return config
-
-
-def openvino(args: argparse.Namespace) -> Generate:
-    """A folder of ``optimum-cli export openvino``: a pipeline as users write it, its own metrics as stopwatch."""
-    import numpy as np
-    import openvino
-    import openvino_genai
-
-    # Threads are set, because its default counts physical cores, not the CPUs this process may use.
-    pipeline = openvino_genai.LLMPipeline(str(args.model), "CPU", INFERENCE_NUM_THREADS=args.threads)
-
-    def generate(prompt: list[int], new_tokens: int) -> tuple[float, float]:
         ids = openvino.Tensor(np.array([prompt], np.int64))  # (1, P)
         mask = openvino.Tensor(np.ones((1, len(prompt)), np.int64))
-        metrics = pipeline.generate(openvino_genai.TokenizedInputs(ids, mask), openvino_greedy(new_tokens)).perf_metrics
+        inputs = openvino_genai.TokenizedInputs(ids, mask)
+        metrics = self._pipeline.generate(inputs, self._greedy(new_tokens)).perf_metrics
         check_count(metrics.get_num_generated_tokens(), new_tokens)
         return metrics.get_ttft().mean / 1e3, metrics.get_tpot().mean * (new_tokens - 1) / 1e3
 
-    return generate
+    def together(self, prompts: list[list[int]], new_tokens: int) -> float:
+        import numpy as np
+        import openvino
 
-
-def openvino_together(args: argparse.Namespace) -> Together:
-    """A folder of ``optimum-cli export openvino``, by the continuous batching pipeline with its own defaults."""
-    import numpy as np
-    import openvino
-    import openvino_genai
-
-    scheduler = openvino_genai.SchedulerConfig()
-    scheduler.cache_size = 1  # GB, more than these requests fill; without it no pipeline is made
-    pipeline = openvino_genai.ContinuousBatchingPipeline(
-        str(args.model), scheduler, "CPU", {"INFERENCE_NUM_THREADS": args.threads}
-    )
-
-    def generate(prompts: list[list[int]], new_tokens: int) -> float:
         started = time.perf_counter()
         ids = [openvino.Tensor(np.array([prompt], np.int64)) for prompt in prompts]
-        answers = pipeline.generate(ids, [openvino_greedy(new_tokens)] * len(ids))
+        answers = self._pipeline.generate(ids, [self._greedy(new_tokens)] * len(ids))
         seconds = time.perf_counter() - started
         for answer in answers:
             check_count(len(answer.m_generation_ids[0]), new_tokens)
         return seconds
 
-    return generate
+    def logits(self, tokens: list[int], step: int) -> Logits:
+        import numpy as np
 
-
-def openvino_logits(args: argparse.Namespace) -> tuple[Logits, dict[str, int]]:
-    """The exported graph in OpenVINO itself, with the plugin's defaults, as the pipeline has them."""
-    import numpy as np
-    import openvino
-
-    graph = openvino.Core().read_model(args.model / "openvino_model.xml")
-    constants = [node for node in graph.get_ops() if node.get_type_name() == "Constant"]
-    compiled = openvino.compile_model(graph, "CPU", {"INFERENCE_NUM_THREADS": args.threads})
-    request = compiled.create_infer_request()
-
-    def logits(tokens: list[int], step: int) -> Iterable[Any]:
-        request.reset_state()
+        self._request.reset_state()
         for start in range(0, len(tokens), step):
-            ids, end = np.array([tokens[start : start + step]], np.int64), min(start + step, len(tokens))
+            end = min(start + step, len(tokens))
             inputs = {
-                "input_ids": ids,
+                "input_ids": np.array([tokens[start:end]], np.int64),
                 "attention_mask": np.ones((1, end), np.int64),
                 "beam_idx": np.array([0], np.int32),
+                "position_ids": np.arange(start, end)[None],
             }
-            yield request.infer({**inputs, "position_ids": np.arange(start, end)[None]})["logits"][0]
+            yield self._request.infer(inputs)["logits"][0]
 
-    return logits, dict.fromkeys(PHASES, sum(node.get_byte_size() for node in constants))
+    def matrix_bytes(self) -> dict[str, int]:
+        constants = (node for node in self._graph.get_ops() if node.get_type_name() == "Constant")
+        return dict.fromkeys(PHASES, sum(node.get_byte_size() for node in constants))
+
+    @staticmethod
+    def _greedy(new_tokens: int) -> Any:
+        """The configuration of answers of exactly so many tokens."""
+        import openvino_genai
+
+        config = openvino_genai.GenerationConfig()
+        config.max_new_tokens = config.min_new_tokens = new_tokens
+        config.ignore_eos, config.do_sample = True, False
+        return config
 
 
-def open_genai(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The library and a folder of its model builder, opened."""
-    import onnxruntime_genai
-
-    config = onnxruntime_genai.Config(str(args.model))
-    # Set, because its default is half the cores.
-    config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": args.threads}}}}))
-    return onnxruntime_genai, onnxruntime_genai.Model(config)
-
-
-def genai(args: argparse.Namespace) -> Generate:
+class Genai(System):
     """A folder of onnxruntime-genai's model builder, in the token loop of its examples."""
-    import numpy as np
 
-    onnxruntime_genai, model = open_genai(args)
+    modules = ("onnxruntime_genai",)
 
-    def generate(prompt: list[int], new_tokens: int) -> tuple[float, float]:
-        parameters = onnxruntime_genai.GeneratorParams(model)
-        # At the maximum it would stop; the minimum keeps the end token from stopping it.
-        length = len(prompt) + new_tokens + 1
-        parameters.set_search_options(max_length=length, min_length=length, do_sample=False)
-        generator, ids = onnxruntime_genai.Generator(model, parameters), np.array(prompt, np.int32)
+    def __init__(self, args: argparse.Namespace) -> None:
+        import onnxruntime_genai
+
+        super().__init__(args)
+        self._library, config = onnxruntime_genai, onnxruntime_genai.Config(str(args.model))
+        # Set, because its default is half the cores.
+        config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": args.threads}}}}))
+        self._model = onnxruntime_genai.Model(config)
+
+    def generate(self, prompt: list[int], new_tokens: int) -> tuple[float, float]:
+        length = len(prompt) + new_tokens + 1  # at the maximum it would stop; the minimum bars the end token
+        generator = self._generator(max_length=length, min_length=length)
 
         def prefill() -> None:
-            generator.append_tokens(ids)
+            self._append(generator, prompt)
             generator.generate_next_token()
 
         seconds = time_steps(prefill, generator.generate_next_token, new_tokens)
         check_count(len(generator.get_sequence(0)) - len(prompt), new_tokens)
         return seconds
 
-    return generate
-
-
-def genai_logits(args: argparse.Namespace) -> tuple[Logits, dict[str, int]]:
-    """The same, fed by hand."""
-    import numpy as np
-
-    onnxruntime_genai, model = open_genai(args)
-
-    def logits(tokens: list[int], step: int) -> Iterable[Any]:
-        parameters = onnxruntime_genai.GeneratorParams(model)
-        parameters.set_search_options(max_length=len(tokens) + 1, do_sample=False)
-        generator = onnxruntime_genai.Generator(model, parameters)
+    def logits(self, tokens: list[int], step: int) -> Logits:
+        generator = self._generator(max_length=len(tokens) + 1)
         for start in range(0, len(tokens), step):
-            generator.append_tokens(np.array(tokens[start : start + step], np.int32))
+            self._append(generator, tokens[start : start + step])
             yield generator.get_output("logits")[0]
 
-    return logits, dict.fromkeys(PHASES, graph_bytes(args.model / "model.onnx"))
+    def matrix_bytes(self) -> dict[str, int]:
+        return dict.fromkeys(PHASES, graph_bytes(self.args.model / "model.onnx"))
+
+    def _generator(self, **lengths: int) -> Any:
+        parameters = self._library.GeneratorParams(self._model)
+        parameters.set_search_options(do_sample=False, **lengths)
+        return self._library.Generator(self._model, parameters)
+
+    @staticmethod
+    def _append(generator: Any, tokens: list[int]) -> None:
+        import numpy as np
+
+        generator.append_tokens(np.array(tokens, np.int32))
 
 
-# How each system is opened.
-RUNNERS: dict[str, Callable[[argparse.Namespace], Generate]] = {
-    "llmc": llmc,
-    "llamacpp": llamacpp,
-    "openvino": openvino,
-    "genai": genai,
-}
-# What is imported before the time of opening a system begins.
-MODULES = {
-    "llmc": ("llmc.runtime", "onnxruntime"),
-    "llamacpp": ("llama_cpp",),
-    "openvino": ("openvino", "openvino_genai"),
-    "genai": ("onnxruntime_genai",),
-}
-
-TOGETHER: dict[str, Callable[[argparse.Namespace], Together]] = {
-    "llmc": llmc_together,
-    "llamacpp": llamacpp_together,
-    "openvino": openvino_together,
-}
-IMAGES: dict[str, Callable[[argparse.Namespace], Look]] = {"llmc": llmc_image, "llamacpp": llamacpp_image}
-# How each is opened for logits, and the bytes of its matrices in each phase, scales included.
-LOGITS: dict[str, Callable[[argparse.Namespace], tuple[Logits, dict[str, int]]]] = {
-    "llmc": llmc_logits,
-    "llamacpp": llamacpp_logits,
-    "openvino": openvino_logits,
-    "genai": genai_logits,
-}
+RUNNERS: dict[str, type[System]] = {"llmc": Llmc, "llamacpp": LlamaCpp, "openvino": OpenVino, "genai": Genai}
 
 
 def prompt_ids(length: int, salt: int) -> list[int]:
@@ -431,55 +410,47 @@ def lengths(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", type=int, nargs=2, help="width and height of a picture to answer with one token")
 
 
-def settle(system: str) -> None:
-    """Wait until llmc has gathered its weights in huge pages, which it does in the first seconds that it is idle."""
-    if system == "llmc":
-        from llmc.runtime.host.huge_pages import settle as wait
-
-        wait()
-
-
-def one_by_one(generate: Generate, args: argparse.Namespace) -> dict[str, float]:
+def one_by_one(system: System, args: argparse.Namespace) -> dict[str, float]:
     """Tokens per second of every prompt length, each after an untimed call; decode leaves out the first new token."""
     prefill, decode = {}, {}
     for i, length in enumerate(args.prompts):
-        generate(prompt_ids(min(length, args.warm_up or length), 2 * i), WARM_UP_TOKENS)
-        settle(args.system)
-        ttft_s, decode_s = generate(prompt_ids(length, 2 * i + 1), args.new_tokens)
+        system.generate(prompt_ids(min(length, args.warm_up or length), 2 * i), WARM_UP_TOKENS)
+        system.settle()
+        ttft_s, decode_s = system.generate(prompt_ids(length, 2 * i + 1), args.new_tokens)
         prefill[f"prefill {length}"] = length / ttft_s
         decode[f"decode after {length}"] = (args.new_tokens - 1) / decode_s
     return prefill | decode
 
 
-def all_together(generate: Together, args: argparse.Namespace) -> dict[str, float]:
+def all_together(system: System, args: argparse.Namespace) -> dict[str, float]:
     """New tokens of all requests per second, by how many there are, after an untimed call with as many."""
     length, found = args.prompts[0], {}
     for i, count in enumerate(args.together):
         salts = [2 * (1000 * i + number) for number in range(count)]
-        generate([prompt_ids(length, salt) for salt in salts], WARM_UP_TOKENS)
-        settle(args.system)
-        seconds = generate([prompt_ids(length, salt + 1) for salt in salts], args.new_tokens)
+        system.together([prompt_ids(length, salt) for salt in salts], WARM_UP_TOKENS)
+        system.settle()
+        seconds = system.together([prompt_ids(length, salt + 1) for salt in salts], args.new_tokens)
         found[f"{count} at once"] = count * args.new_tokens / seconds
     return found
 
 
-def after_image(look: Look, args: argparse.Namespace) -> dict[str, float]:
+def after_image(system: System, args: argparse.Namespace) -> dict[str, float]:
     """Seconds from a picture to the first token, after an untimed one of the same size; tokens of the prompt."""
     import numpy as np
 
     width, height = args.image
     pictures = np.random.default_rng(0).integers(256, size=(2, height, width, 3), dtype=np.uint8)
-    look(pictures[0])
-    seconds, tokens = look(pictures[1])
+    system.look(pictures[0])
+    seconds, tokens = system.look(pictures[1])
     return {f"s after an image of {width} x {height}": seconds, "tokens": tokens}
 
 
-def first_token(open_system: Callable[[argparse.Namespace], Generate], args: argparse.Namespace) -> dict[str, float]:
+def first_token(kind: type[System], args: argparse.Namespace) -> dict[str, float]:
     """Seconds of opening the system and of the first token after a prompt; 10^6 bytes read from the disk."""
-    for module in MODULES[args.system]:
+    for module in kind.modules:
         importlib.import_module(module)
     started = time.perf_counter()
-    open_system(args)(prompt_ids(args.prompts[0], 0), 1)
+    kind(args).generate(prompt_ids(args.prompts[0], 0), 1)
     seconds = time.perf_counter() - started
     read = Path("/proc/self/io").read_text(encoding="ascii").split("\nread_bytes:")[1].split()[0]
     return {"s": seconds, "MB read": int(read) // 10**6}
@@ -493,13 +464,13 @@ def write_logits(args: argparse.Namespace) -> dict[str, float]:
     windows = np.load(args.logits / "windows.npy").tolist()
     shape = np.load(args.logits / "reference.npy", mmap_mode="r").shape
     args.prompts = [length] = [len(windows[0])]
-    feed, sizes = LOGITS[args.system](args)
+    system = RUNNERS[args.system](args)
     for phase, step in zip(PHASES, (length, 1), strict=True):
         output = np.lib.format.open_memmap(args.logits / f"{phase}.npy", "w+", np.float32, shape)
         for row, tokens in zip(output, windows, strict=True):
-            for i, part in enumerate(feed(tokens, step)):
+            for i, part in enumerate(system.logits(tokens, step)):
                 row[i * step : i * step + len(part)] = part
-    return dict(sizes)
+    return dict(system.matrix_bytes())
 
 
 def sizes(model: Path) -> dict[str, float]:
@@ -519,16 +490,17 @@ def main() -> None:
     parser.add_argument("--logits", type=Path, help="folder with windows.npy, where logits go")
     lengths(parser)
     args = parser.parse_args()
+    kind = RUNNERS[args.system]
     if args.logits:
         found = write_logits(args)
     elif args.first:
-        found = first_token(RUNNERS[args.system], args)
+        found = first_token(kind, args)
     elif args.image:
-        found = after_image(IMAGES[args.system](args), args)
+        found = after_image(kind(args), args)
     elif args.together:
-        found = all_together(TOGETHER[args.system](args), args)
+        found = all_together(kind(args), args)
     else:
-        found = {**one_by_one(RUNNERS[args.system](args), args), **sizes(args.model)}
+        found = {**one_by_one(kind(args), args), **sizes(args.model)}
     print(json.dumps({name: float(f"{figure:.5g}") for name, figure in found.items()}), flush=True)
 
 

@@ -98,6 +98,18 @@ class Verdict:
         return self.missing == 0
 
 
+# Names of the rows of a plan, by the phases of a recipe.
+GRAPHS = {"split": "two graphs", "shared": "one graph"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes that a bundle takes on disk, and in memory at its peak."""
+
+    disk: int
+    memory: int
+
+
 @dataclass(frozen=True)
 class MemoryEstimate:
     """The memory of one stage at its peak: resident bytes by name, pages of mapped files included.
@@ -110,7 +122,7 @@ class MemoryEstimate:
         needed: total bytes for another context and batch.
         seconds: that it takes, roughly; 0 where nobody asks.
         per_layer_table: bytes of a table beside, of whose file rows are read; the system takes their pages back.
-        smaller: the recipe that holds weights once, where this one holds them twice, and the bytes taken with it.
+        graphs: what a bundle takes with one graph and with two, where that is a choice: see :data:`GRAPHS`.
         box: bytes of the box that it is for, 0 where that is this machine.
         writes: bytes that the stage writes to disk, 0 for none; ``precision`` of the weights among them.
     """
@@ -123,7 +135,7 @@ class MemoryEstimate:
     needed: Callable[[int, int], int] = field(repr=False, compare=False)
     seconds: float = 0.0
     per_layer_table: int = 0
-    smaller: tuple[str, int] | None = None
+    graphs: dict[str, Sizes] = field(default_factory=dict)
     box: int = 0
     layers: range | None = None
     writes: int = 0
@@ -155,10 +167,10 @@ class MemoryEstimate:
 
 
 def what_fits(plan: MemoryEstimate, verdict: Verdict) -> str:
-    """A recipe that fits, or the largest context and batch that do, each beside the plan's other one."""
-    if plan.smaller and plan.smaller[1] <= plan.total - verdict.missing:
-        name, needed = plan.smaller
-        return f"build with --recipe {name}, which holds the weights once and takes {_round_to_mb(needed)} MB"
+    """One graph if it fits, or the largest context and batch that do, each beside the plan's other one."""
+    once = plan.graphs.get(GRAPHS["shared"])
+    if once and once.memory <= plan.total - verdict.missing:
+        return f"build with --small, which holds the weights once and takes {_round_to_mb(once.memory)} MB"
     if not verdict.largest_context and not verdict.largest_batch:
         return "no context or batch is small enough: free memory or use a smaller precision or model"
     fits = {

@@ -48,13 +48,6 @@ CHATS: tuple[dict[str, Any], ...] = (
 )
 
 
-def load_tried_tokenizer(folder: Path) -> Tokenizer:
-    """:meth:`Tokenizer.from_folder`, after a trial where these files have not been tried on this machine.
-    Raises BundleError: the files are missing or broken, or the tokenizer does not work within the limits."""
-    try_tokenizer(folder)
-    return Tokenizer.from_folder(folder)
-
-
 def try_tokenizer(folder: Path) -> None:
     """Try the tokenizer of a checkpoint, export or bundle, unless the cache knows that it works.
     Raises BundleError: it is missing or broken, or does not work within the limits."""

@@ -23,6 +23,7 @@ def checkpoint(tmp_path: Path) -> Path:
 DEFAULTS = {
     "target": "cpu",
     "precision": None,
+    "small": False,
     "max_context": None,
     "max_batch": None,
     "adapters": None,
@@ -68,8 +69,8 @@ def test_options_reach_the_library_under_their_own_names(llmc, library: Any, exp
     recipe = tmp_path / "small.toml"
     recipe.write_text("")
     options = ["--max-context", 64, "--max-batch", 2, "--recipe", recipe, "--force", "--target", "x"]
-    llmc("build", export_folder, "-o", "out", "--int4", *options)
-    asked = {"precision": "int4", "max_context": 64, "max_batch": 2, "recipe": recipe, "force": True}
+    llmc("build", export_folder, "-o", "out", "--int4", "--small", *options)
+    asked = {"precision": "int4", "small": True, "max_context": 64, "max_batch": 2, "recipe": recipe, "force": True}
     assert library.built[0].items() >= {**asked, "target": "x"}.items()
 
 

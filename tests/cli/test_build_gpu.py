@@ -238,19 +238,3 @@ def test_inspect_shows_the_engine_in_words(llmc: Any, save: Callable[..., Path])
         "994.0 MB = 400.0 MB context + 50.0 MB weights + 30.0 MB workspace + 512.0 MB cache + 2.0 MB logits"
     )
     assert {"compiler flags", "engine attention"}.isdisjoint(shown)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"attention": "fused"}, "fused: one kernel for each attention"),
-        (
-            {"attention": "fused", "border": "float32"},
-            "fused: one kernel for each attention, with float32 at its border",
-        ),
-        ({"attention": "decomposed"}, "decomposed: the library has no fused kernel for some attention"),
-        ({"attention": "basic"}, "basic operators: "),
-    ],
-)
-def test_inspect_shows_how_attention_is_computed(llmc: Any, save: Callable[..., Path], changes: Any, words: str):
-    assert rows(llmc("inspect", save(**changes)).out)["engine attention"].startswith(words)

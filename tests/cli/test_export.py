@@ -39,6 +39,7 @@ def test_arguments_reach_the_library_under_their_own_names(llmc, calls: list[dic
             "output": tmp_path / "out",
             "adapters": named,
             "text_only": False,
+            "copy": False,
             "of": None,
             "force": True,
         }

@@ -104,7 +104,7 @@ def test_stages_are_planned_for_a_box_each(llmc, tiny_export: Path, tiny_bundle:
     for boxes, code, said in ((f"{tight},1MB", 1, "one is larger than its box"), ("1GB", 2, "expected 2 to 6")):
         refused = llmc("plan", tiny_export, "--stages", boxes)
         assert refused.code == code and said in refused.err
-    assert "is built already; precision, recipe, target and stages" in llmc("plan", tiny_bundle, "--stages", "2").err
+    assert "is built already; precision, small, recipe, target and" in llmc("plan", tiny_bundle, "--stages", "2").err
 
 
 def test_what_does_not_fit_exits_with_1_and_says_what_would(llmc, tiny_bundle: Path):
@@ -119,18 +119,23 @@ def test_what_does_not_fit_exits_with_1_and_says_what_would(llmc, tiny_bundle: P
 
 
 @pytest.mark.usefixtures("roomy")
-@pytest.mark.parametrize(("precision", "small"), [("--int8", "int8-small"), ("--int4", "int4-small")])
-def test_a_run_whose_weights_are_held_twice_says_what_it_takes_with_one_graph(
-    llmc, tiny_export: Path, precision: str, small: str
-):
-    run = stages(llmc("plan", tiny_export, "--json", precision).out)["run"]
-    once = stages(llmc("plan", tiny_export, "--json", "--recipe", small).out)["run"]
-    assert run["smaller"] == {"recipe": small, "total": once["total"]}
-    assert once["total"] < run["total"] and "smaller" not in once
-    assert f"with --recipe {small}" in llmc("plan", tiny_export, precision).out
-    advice = f"build with --recipe {small}, which holds the weights once and takes "
-    assert advice in llmc("plan", tiny_export, precision, "--memory", once["total"]).err
-    assert advice not in llmc("plan", tiny_export, precision, "--memory", once["total"] - 1).err
+@pytest.mark.parametrize("options", [["--recipe", "int8-fast"], ["--int4"]], ids=str)
+def test_a_plan_compares_two_graphs_with_one_where_that_is_a_choice(llmc, tiny_export: Path, options: list[str]):
+    twice, once = (stages(llmc("plan", tiny_export, "--json", *options, *more).out) for more in ((), ("--small",)))
+    sizes = [{"disk": it["build"]["writes"], "memory": it["run"]["total"]} for it in (twice, once)]
+    assert twice["run"]["graphs"] == once["run"]["graphs"] == {"two graphs": sizes[0], "one graph": sizes[1]}
+    assert sizes[1]["disk"] < sizes[0]["disk"] and sizes[1]["memory"] < sizes[0]["memory"]
+    shown = llmc("plan", tiny_export, *options).out
+    assert re.search(r"on disk +at its peak\ntwo graphs .*\none graph .*\n", shown)
+    advice = "build with --small, which holds the weights once and takes "
+    assert advice in llmc("plan", tiny_export, *options, "--memory", sizes[1]["memory"]).err
+    assert advice not in llmc("plan", tiny_export, *options, "--memory", sizes[1]["memory"] - 1).err
+
+
+@pytest.mark.usefixtures("roomy")
+@pytest.mark.parametrize("options", [["--fp32"], ["--recipe", "int8-exact"]], ids=str)
+def test_a_plan_of_what_has_one_graph_alone_compares_nothing(llmc, tiny_export: Path, options: list[str]):
+    assert "graphs" not in stages(llmc("plan", tiny_export, "--json", *options).out)["run"]
 
 
 def test_every_stage_that_does_not_fit_is_named(llmc, tiny_checkpoint: Path):
@@ -155,7 +160,7 @@ def test_more_than_a_bundle_was_built_for_is_wrong_usage(llmc, tiny_bundle: Path
     for arguments, sentence in (
         (["--max-context", 2049], "--max-context is 2049, the bundle was built for 2048; build with a larger one"),
         (["--max-batch", 9], "--max-batch is 9, the bundle was built for 8; build with a larger one"),
-        (["--int4"], "is built already; precision, recipe, target and stages are for an export or a checkpoint"),
+        (["--int4"], "is built already; precision, small, recipe, target and stages are for an export or a checkpoint"),
     ):
         ran = llmc("plan", tiny_bundle, *arguments)
         assert ran.code == 2

@@ -102,9 +102,7 @@ class FakeTensorRT:
     Attributes:
         compiled: kernels that were compiled, of all engines, and not found among those that were kept.
         capturable: what contexts answer when asked whether they can be recorded; None where they cannot be asked.
-        refuses: with which error no engine is loaded; empty loads them.
         fails_at: number of the run that fails, the first is 1; 0 for none.
-        starts: whether the runtime can start.
         mixes_rows: logits of a batch's rows are all those of its first one.
         contexts: all that were made, of all engines.
         runtimes: all that were made.
@@ -136,9 +134,7 @@ class FakeTensorRT:
             self.ComputeCapability = ComputeCapability
         self.driver = driver
         self.capturable: bool | None = None
-        self.refuses = ""
         self.fails_at = 0
-        self.starts = True
         self.mixes_rows = False
         self.runs = 0
         self.contexts: list[Context] = []
@@ -146,9 +142,6 @@ class FakeTensorRT:
 
     def Runtime(self, logger: Any) -> "Runtime":
         """What loads engines."""
-        if not self.starts:
-            logger.log(Severity.ERROR, "CUDA initialization failure with error: 35")
-            raise TypeError("pybind11::init(): factory function returned nullptr")
         self.runtimes.append(Runtime(self, logger))
         return self.runtimes[-1]
 
@@ -165,8 +158,8 @@ class Runtime:
             content = json.loads(bytes(serialized))
         except ValueError:
             content = {}
-        reason = self._library.refuses or ("" if content.get("magic") == MAGIC else "the magic tag does not match")
-        if reason:
+        if content.get("magic") != MAGIC:
+            reason = "the magic tag does not match"
             self._logger.log(Severity.ERROR, f"IRuntime::deserializeCudaEngine: Error Code 1: {reason}")
             return None
         return Engine(self._library, self._logger, content)

@@ -78,12 +78,14 @@ def test_a_chat_template_that_leads_out_of_the_folder_is_refused(checkpoint, out
         export(checkpoint.folder, output)
 
 
-def test_weights_are_copied_where_they_cannot_be_linked(checkpoint, output, monkeypatch):
+@pytest.mark.parametrize("asked", [False, True])
+def test_weights_are_copied_on_request_and_where_they_cannot_be_linked(asked, checkpoint, output, monkeypatch):
     def other_file_system(*_):
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
-    monkeypatch.setattr(os, "link", other_file_system)
-    report = export(checkpoint.folder, output)
+    if not asked:
+        monkeypatch.setattr(os, "link", other_file_system)
+    report = export(checkpoint.folder, output, copy=asked)
     copy, original = output / "model.safetensors", checkpoint.folder / "model.safetensors"
     assert not copy.samefile(original) and copy.read_bytes() == original.read_bytes()
     assert report.new_bytes == sum(report.files.values())

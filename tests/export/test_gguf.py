@@ -1,5 +1,6 @@
 """GGUF files: what was a Hugging Face checkpoint computes what it computed before, or what its rounded weights do."""
 
+import os
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -7,19 +8,26 @@ from typing import Any
 
 import gguf
 import numpy as np
+import onnxruntime
 import pytest
 from doubles import diffusing, mxfp4
 from doubles.ggufs import PLACES, TOKENIZER, Kind, random_blocks, write_gguf
+from onnx import TensorProto, helper
 
 from llmc.bundle import MADE_FILE, read_export
 from llmc.errors import CheckpointError
 from llmc.export import export
+from llmc.export.ggml_ops import function
+from llmc.export.graph import IR_VERSION
+from llmc.export.ops import DOMAIN, OPSET
 from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
-from llmc.export.sources.codes import QuantizedTensor, flatten_tensors
-from llmc.export.sources.gguf.blocks import LAYOUTS
-from llmc.export.sources.gguf.header import BLOCKS
+from llmc.export.sources.codes import GgmlTensor, flatten_tensors
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.streaming import StreamedDecoder
+from llmc.exported import read_weights, rows_of
+from llmc.ggml import LAYOUTS
+from llmc.inventory import HEAD
+from llmc.origin import check_unchanged
 
 # Cases of the converter's every turn: rows of rotated heads, biases, factors of the rope, a tied head, wide heads.
 CONVERTED: dict[str, dict[str, Any]] = {
@@ -86,14 +94,13 @@ LOGIT_TOLERANCE = 5e-4
 
 
 def values(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    """A tensor as the export will have it."""
+    """A tensor as the export will have it, blocks as the gguf package unpacks them."""
     tensor = checkpoint.tensors[name]
-    if isinstance(tensor, QuantizedTensor):
-        scales = np.repeat(tensor.scales(), tensor.block, axis=1)
-        stored = np.concatenate(list(tensor.codes.pieces()))
-        codes = stored if tensor.dtype == "I8" else (stored[..., None] << np.uint8([4, 0])).view(np.int8) >> 4
-        offsets = np.repeat(tensor.offsets(), tensor.block, axis=1) if tensor.offsets else np.float32(0)
-        return (codes.reshape(tensor.codes.shape) * scales + offsets).reshape(tensor.shape)
+    if isinstance(tensor, GgmlTensor):
+        parts = [np.memmap(checkpoint.folder / it.file, np.uint8, "r", it.offset, it.length) for it in tensor.stored]
+        packed = np.concatenate([part.reshape(it.shape[0], -1) for part, it in zip(parts, tensor.stored, strict=True)])
+        found = gguf.dequantize(packed if tensor.rows is None else packed[tensor.rows], Kind[tensor.dtype])
+        return (found if tensor.columns is None else found[:, tensor.columns]).reshape(tensor.shape)
     if isinstance(tensor, MadeTensor):
         return np.concatenate(list(tensor.pieces())).reshape(tensor.shape)
     data = (checkpoint.folder / tensor.file).read_bytes()[tensor.offset : tensor.offset + tensor.length]
@@ -220,23 +227,39 @@ def unpacked(mixed) -> Any:
     return model
 
 
-def test_linears_keep_their_codes_and_an_embedding_apart_is_unpacked_to_the_nearest_float16(mixed, unpacked):
-    found, kept = read_checkpoint(mixed), 0
+def test_linears_and_tables_stay_in_the_files_blocks(mixed, unpacked):
+    found = read_checkpoint(mixed)
     for name, weight in unpacked.state_dict().items():
-        tensor = found.tensors[name]
-        kept += isinstance(tensor, QuantizedTensor)
-        dtype = np.float32 if isinstance(tensor, QuantizedTensor) else array_type(tensor.dtype)
-        np.testing.assert_array_equal(values(found, name), weight.numpy().astype(dtype))
-    assert kept == 7
-    assert found.notes == ("model.gguf: 1 Q8_0 tensors were unpacked to float16, rounded to the nearest",)
+        np.testing.assert_array_equal(values(found, name), weight.numpy().astype(values(found, name).dtype))
+    assert sum(isinstance(tensor, GgmlTensor) for tensor in found.tensors.values()) == 8
+    assert (found.files, found.notes, found.made_bytes) == ((mixed,), (), 4 * (256 + 128))  # q and k: places of rows
 
 
 @pytest.mark.parametrize(("kind", "kept"), [("Q6_K", True), ("Q5_K", False)])
-def test_a_tied_table_keeps_its_codes_where_they_have_no_minima(kind, kept, random_checkpoint, tmp_path):
+def test_a_tied_head_keeps_its_codes_where_they_have_no_minima(kind, kept, random_checkpoint, tmp_path):
     folder = random_checkpoint("llama-llama3-rope-tied", **WIDE)
     found = read_checkpoint(write_gguf(folder, tmp_path / "model.gguf", kind))
-    assert isinstance(found.tensors["model.embed_tokens.weight"], QuantizedTensor) == kept
-    assert len(found.notes) == (not kept)
+    assert isinstance(found.tensors["model.embed_tokens.weight"], GgmlTensor)
+    assert (found.geometry.linear[HEAD].codes is not None) == kept
+
+
+def test_an_export_refers_to_every_part_of_a_model_which_may_neither_change_nor_go(random_checkpoint, tmp_path):
+    first = write_gguf(random_checkpoint("llama-biases"), tmp_path / "model.gguf", "Q8_0", parts=3)
+    found, output = read_checkpoint(first), tmp_path / "export"
+    report, parts = export(first, output), sorted(tmp_path.glob("model-*.gguf"))
+    assert len(parts) == 3 and all((output / part.name).samefile(part) for part in parts)
+    assert report.new_bytes == sum(size for name, size in report.files.items() if not name.endswith(".gguf"))
+    weights = read_weights(output)
+    for name in found.tensors:
+        np.testing.assert_array_equal(rows_of(weights[name]), values(found, name))
+    with parts[1].open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    with pytest.raises(CheckpointError, match="were overwritten after the export"):
+        check_unchanged(output, read_export(output))
+    (output / parts[2].name).unlink()
+    with pytest.raises(CheckpointError, match=f"{parts[2].name} is missing"):
+        read_weights(output)
 
 
 def test_value_heads_are_in_order_in_integers_too(random_checkpoint, tmp_path):
@@ -245,7 +268,7 @@ def test_value_heads_are_in_order_in_integers_too(random_checkpoint, tmp_path):
     folder = random_checkpoint.__wrapped__("qwen3_5-delta-and-gates", **changes, num_hidden_layers=3)
     path = write_gguf(folder, tmp_path / "model.gguf", "Q8_0", metadata={"nextn_predict_layers": 1})
     before, found = read_checkpoint(folder), read_checkpoint(path)
-    kept = [name for name, tensor in found.tensors.items() if isinstance(tensor, QuantizedTensor)]
+    kept = [name for name, tensor in found.tensors.items() if isinstance(tensor, GgmlTensor)]
     assert len(found.config.layers) == 2 and len(kept) == 1 + 2 * 6
     for name in kept:
         rounded = gguf.quantize(values(before, name), Kind["Q8_0"])
@@ -254,13 +277,35 @@ def test_value_heads_are_in_order_in_integers_too(random_checkpoint, tmp_path):
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_codes_scales_and_offsets_of_every_type_stand_for_what_gguf_unpacks(kind):
-    weights, size = BLOCKS[kind]
-    plain = np.random.default_rng(0).normal(size=(4, 2 * weights)).astype(np.float32)
+    """In numpy and in the ONNX function, to the last bit, of subnormal scales too."""
+    layout = LAYOUTS[kind]
+    plain = np.random.default_rng(0).normal(size=(4, 2 * layout.weights)).astype(np.float32)
     raw = random_blocks(plain.shape, kind) if kind in PLACES else gguf.quantize(plain, Kind[kind])
-    layout, blocks = LAYOUTS[kind], raw.reshape(4, 2, size)
-    codes = layout.codes(blocks)
+    for place in PLACES.get(kind, (0,)):
+        raw[0, place : place + 2], raw[1, place : place + 2] = (3, 0), (3, 0x80)
+    codes, expected = layout.codes.read(raw.reshape(8, layout.size)), gguf.dequantize(raw, Kind[kind])
     assert codes.dtype == np.int8 and np.abs(codes.astype(int)).max() <= 1 << (layout.bits - 1)
-    np.testing.assert_array_equal(layout.unpack(blocks).reshape(4, -1), gguf.dequantize(raw, Kind[kind]))
+    np.testing.assert_array_equal(layout.unpack(raw), expected)
+    np.testing.assert_array_equal(run_function(kind, raw), expected)
+
+
+def run_function(kind: str, raw: np.ndarray) -> np.ndarray:
+    """What a graph of one such node makes of the bytes."""
+    packed, weights = (
+        helper.make_tensor_value_info(name, dtype, ["N", None])
+        for name, dtype in (("packed", TensorProto.UINT8), ("weights", TensorProto.FLOAT))
+    )
+    node = helper.make_node(kind, ["packed"], ["weights"], domain=DOMAIN)
+    imports = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
+    model = helper.make_model(
+        helper.make_graph([node], "blocks", [packed], [weights]),
+        functions=[function(kind)],
+        opset_imports=imports,
+        ir_version=IR_VERSION,
+    )
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    found: np.ndarray = session.run(None, {"packed": raw})[0]
+    return found
 
 
 def test_an_export_of_blocks_computes_what_transformers_computes_with_them(mixed, unpacked, onnxruntime_run, tmp_path):
@@ -298,7 +343,7 @@ def test_experts_keep_their_integers(kind, random_checkpoint, onnxruntime_run, t
     gate, up, down = (gguf.dequantize(it.data, it.tensor_type) for it in parts)
     for name, expected in (("gate_up", np.concatenate([gate, up], 1)), ("down", down)):
         tensor = found.tensors[f"model.layers.1.experts.{name}_proj.weight"]
-        assert isinstance(tensor, QuantizedTensor) and tensor.shape == expected.shape
+        assert isinstance(tensor, GgmlTensor) and tensor.shape == expected.shape
         np.testing.assert_array_equal(values(found, f"model.layers.1.experts.{name}_proj.weight"), expected)
     streamed = StreamedDecoder(export(path, tmp_path / "export").output).layer(1).experts
     np.testing.assert_array_equal(streamed.down_proj.weight.numpy(), down)

@@ -4,15 +4,16 @@ import struct
 import time
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from doubles.ggufs import load, write_gguf
 
 from llmc.errors import CheckpointError
+from llmc.export import export
 from llmc.export.sources.checkpoint import read_checkpoint
 from llmc.export.sources.gguf.header import MOST_ENTRIES, MOST_ITEMS, read_header
+from llmc.exported import read_weights, rows_of
 
 HUGE = 1 << 62
 
@@ -193,9 +194,9 @@ def test_blocks_of_no_numbers_are_named(random_checkpoint, tmp_path):
     data = bytearray(path.read_bytes())
     data[place : place + 2] = np.float16("nan").tobytes()
     path.write_bytes(data)
-    tensors: Any = read_checkpoint(path).tensors
-    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight holds weights that are no numbers"):
-        tensors["model.layers.1.mlp.up_proj.weight"].scales()
+    weight = read_weights(export(path, tmp_path / "export").output)["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(CheckpointError, match=r"model.gguf: .*\.1\.mlp\.up_proj\.weight holds weights that are no"):
+        rows_of(weight)
 
 
 # ----------------------------------------------------------------------------------------------- several files

@@ -163,7 +163,8 @@ def test_a_sparsity_that_means_nothing_is_refused(request_, sentence):
         ({}, True, True, 0.0),
         ({}, False, False, 0.0),  # it takes a text
         ({"smoothing": 0.0}, True, False, 0.0),
-        ({"phases": "shared"}, True, False, 0.0),
+        ({"phases": "shared"}, True, False, 0.6),
+        ({"phases": "shared", "activations": "none"}, True, False, 0.0),
         ({"precision": "fp32"}, True, False, 0.0),
     ],
 )
@@ -204,7 +205,7 @@ def test_a_recipe_is_a_file_that_ends(tmp_path):
         read_recipe(tmp_path / "long")
 
 
-def test_defaults_are_int8_in_blocks_of_64_with_a_graph_for_each_phase():
+def test_defaults_are_int8_in_blocks_of_64_with_one_graph_for_both_phases():
     recipe, limits = resolve(Request(), CPU, 2048, "default", calibrated=True)
     assert recipe == Recipe(
         name="default",
@@ -213,7 +214,7 @@ def test_defaults_are_int8_in_blocks_of_64_with_a_graph_for_each_phase():
         block_size=64,
         symmetric=True,
         head="int8",
-        phases="split",
+        phases="shared",
         activations="per-token",
         smoothing=0.0,
         cache="float32",
@@ -226,8 +227,31 @@ def test_defaults_are_int8_in_blocks_of_64_with_a_graph_for_each_phase():
     assert limits.prefill_chunk <= 512
     plain = replace(recipe, scheme="rtn")
     assert resolve(Request(), CPU, 2048, "default")[0] == plain
-    assert resolve(Request(phases="shared"), CPU, 2048, "default", calibrated=True)[0].scheme == "rtn"
-    assert resolve(Request(), CPU, 2048, "default", calibrated=True, rotates=False)[0].scheme == "rtn"
+    exact = Request(phases="shared", activations="none")
+    assert resolve(exact, CPU, 2048, "default", calibrated=True)[0].scheme == "rtn"
+    smoothed, _ = resolve(Request(), CPU, 2048, "default", calibrated=True, rotates=False)
+    assert (smoothed.phases, smoothed.scheme, smoothed.smoothing) == ("shared", "rtn", 0.6)
+
+
+def test_outliers_that_nothing_spreads_leave_decode_a_graph_of_its_own():
+    for request in (Request(), Request(precision="int4"), Request(layers={"*.down_proj": "int4"})):
+        assert resolve(request, CPU, 2048, "default", rotates=False)[0].phases == "split"
+
+
+@pytest.mark.parametrize(
+    ("request_", "one_graph", "activations"),
+    [
+        ({}, False, "per-token"),
+        ({"activations": "none"}, False, "none"),
+        ({"precision": "int4"}, False, "none"),
+        ({"layers": {"*.mlp.*": "int4"}}, False, "none"),
+        ({"precision": "fp16"}, False, "none"),
+        ({}, True, "none"),
+    ],
+)
+def test_one_graph_of_8_bits_that_is_asked_for_rounds_activations(request_, one_graph, activations):
+    recipe, _ = resolve(Request(**request_, phases="shared"), CPU, 2048, "x", one_graph=one_graph)
+    assert (recipe.phases, recipe.activations) == ("shared", activations)
 
 
 def test_what_is_asked_for_goes_over_what_the_recipe_says():
@@ -295,13 +319,16 @@ def test_what_is_asked_for_beats_the_defaults_of_four_bits():
         ({"precision": "fp32", "phases": "split"}, "phases is 'split', expected one of shared"),
         ({"cache": "int4"}, "cache is 'int4', expected one of float32, float16, int8, int8-channel"),
         ({"layers": {"*.q_proj": "int3"}}, "layers: *.q_proj is 'int3', expected one of fp32, fp16, int8, int4"),
-        ({"activations": "none"}, "activations is 'none', expected one of per-token"),
-        ({"activations": "static"}, "activations is 'static', expected one of per-token"),
+        ({"phases": "split", "activations": "none"}, "activations is 'none', expected one of per-token"),
+        ({"phases": "split", "activations": "static"}, "activations is 'static', expected one of per-token"),
         ({"activations": "per-token", "phases": "shared", "precision": "int4"}, "activations is 'per-token', but one"),
         ({"precision": "fp32", "activations": "per-token"}, "activations is for int8 and int4, the precision is fp32"),
         ({"precision": "fp16", "block_size": 32}, "block_size is for int8 and int4, the precision is fp16"),
         ({"symmetric": True}, "symmetric is for int4, the precision is int8"),
-        ({"scheme": "gptq", "phases": "shared"}, "scheme = 'gptq' is for int4 and for prompts of a rotated"),
+        (
+            {"scheme": "gptq", "phases": "shared", "activations": "none"},
+            "scheme = 'gptq' is for int4 and for prompts of a rotated",
+        ),
         ({"smoothing": 1.01}, "smoothing is 1.01, expected 0.0 ... 1.0"),
         ({"smoothing": float("nan")}, "smoothing is nan, expected 0.0 ... 1.0"),
         ({"budget": Budget(min_agreement=98.0)}, "budget: min_agreement is 98.0, expected 0.0 ... 1.0"),
@@ -352,7 +379,7 @@ def precisions(layers: dict[str, str], phase: str = "decode", **request: Any) ->
 
 @pytest.mark.parametrize(("precision", "body"), [("int8", WeightOnly(Grid(8, 64))), ("int4", FOUR)])
 def test_a_split_recipe_makes_w8a8_prefill_and_weight_only_decode(precision, body):
-    made = quant_configs(resolved(precision=precision, layers={}), GEOMETRY)
+    made = quant_configs(resolved(precision=precision, phases="split", layers={}), GEOMETRY)
     assert made["decode"] == QuantConfigs(body, EIGHT)
     # The phases share the head, and with it a tied embedding.
     assert made["prefill"] == replace(made["decode"], w8a8=PerToken())

@@ -15,7 +15,7 @@ from llmc.export.sources.codes import Weight
 from llmc.export.sources.gguf.architectures import read_config
 from llmc.export.sources.gguf.config import Metadata
 from llmc.export.sources.gguf.header import SUFFIX, Header, read_header
-from llmc.export.sources.gguf.tensors import count_unpacked_types, decoder_tensors, read_factors, read_small
+from llmc.export.sources.gguf.tensors import decoder_tensors, read_factors, read_small
 from llmc.export.sources.gguf.tokenizer import read_tokenizer
 from llmc.export.sources.tokens import cut_tokenizer
 
@@ -39,8 +39,7 @@ class GgufModel:
         generation: contents of its ``generation_config.json``.
         texts: contents of the other files that an export needs, by file name.
         tensors: by the names of the decoder's parameters.
-        files: all of them.
-        linked: whether the export uses tensors of these files in place.
+        files: all of them; the export uses tensors in place.
         notes: sentences about what was changed.
     """
 
@@ -49,7 +48,6 @@ class GgufModel:
     texts: dict[str, str]
     tensors: dict[str, Weight]
     files: tuple[Path, ...]
-    linked: bool
     notes: tuple[str, ...]
 
 
@@ -72,7 +70,7 @@ def read_gguf(path: Path) -> GgufModel:
     tokens = {TOKENIZER_FILE: tokenizer.json, TOKENIZER_CONFIG_FILE: tokenizer.config}
     cut, notes = cut_tokenizer(str(path), tokens, config["vocab_size"])
     config |= {"bos_token_id": tokenizer.bos, "eos_token_id": list(tokenizer.ends)}
-    tensors, linked = decoder_tensors(headers, config)
+    tensors = decoder_tensors(headers, config)
     texts = {name: json.dumps(content, ensure_ascii=False) for name, content in {CONFIG_FILE: config, **tokens}.items()}
     return GgufModel(
         config,
@@ -80,8 +78,7 @@ def read_gguf(path: Path) -> GgufModel:
         texts | cut,
         tensors,
         tuple(header.path for header in headers),
-        linked,
-        (*tokenizer.notes, *notes, *_notes(path, count_unpacked_types(headers, tensors, config["model_type"]))),
+        (*tokenizer.notes, *notes),
     )
 
 
@@ -119,10 +116,3 @@ def _generation(metadata: Mapping[str, Any]) -> dict[str, Any]:
     found = {_SAMPLING.get(key, key): value for key, value in advised.items()}
     samples = any(name in found for name in _SAMPLED) and found.get("temperature", 1.0) != 0
     return {"do_sample": samples, **found} if found else {}
-
-
-def _notes(path: Path, kinds: Mapping[str, int]) -> tuple[str, ...]:
-    if not kinds:
-        return ()
-    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    return (f"{path.name}: {counts} tensors were unpacked to float16, rounded to the nearest",)

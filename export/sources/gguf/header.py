@@ -15,6 +15,7 @@ import numpy as np
 
 from llmc.errors import CheckpointError, format_value
 from llmc.export.sources.safetensors import LONGEST_NAME
+from llmc.ggml import LAYOUTS
 from llmc.origin import MOST_HEADER
 from llmc.strict import open_regular
 
@@ -36,19 +37,7 @@ BLOCKS: dict[str, tuple[int, int]] = {
     "F32": (1, 4),
     "F16": (1, 2),
     "BF16": (1, 2),
-    "Q4_0": (32, 18),
-    "Q4_1": (32, 20),
-    "Q5_0": (32, 22),
-    "Q5_1": (32, 24),
-    "Q8_0": (32, 34),
-    "Q2_K": (256, 84),
-    "Q3_K": (256, 110),
-    "Q4_K": (256, 144),
-    "Q5_K": (256, 176),
-    "Q6_K": (256, 210),
-    "IQ4_NL": (32, 18),
-    "IQ4_XS": (256, 136),
-    "MXFP4": (32, 17),
+    **{kind: (layout.weights, layout.size) for kind, layout in LAYOUTS.items()},
 }
 # ggml's names of types by number; errors name the unsupported ones.
 # fmt: off

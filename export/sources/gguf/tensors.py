@@ -1,8 +1,8 @@
 """A GGUF file's tensors as the decoder's: other names, other orders of rows, and types that must be unpacked.
 
-F32, F16 and BF16 are used in place. The other types are blocks of codes with scales, which matrices keep. Tables that
-multiply nothing, or have minima, become float16, at most 2^-11 (relative) from llama.cpp's float32 values. The rest,
-vectors and small matrices, becomes float32.
+F32, F16 and BF16 are used in place, and so are blocks of codes with scales (:mod:`llmc.ggml`) of linears, experts and
+tables. Copied are floats whose rows are in another order, vectors and small matrices in blocks as float32, and the
+experts of gpt-oss, whose bytes kernels read as a file has them.
 """
 
 import re
@@ -17,17 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import CheckpointError
-from llmc.export.sources.codes import MXFP4_BLOCK, Mxfp4Tensor, QuantizedTensor, Weight, pack_codes
-from llmc.export.sources.gguf.blocks import LAYOUTS, Bytes, read_fp4
+from llmc.export.sources.codes import MXFP4_BLOCK, GgmlTensor, Mxfp4Tensor, Weight, pack_codes
 from llmc.export.sources.gguf.config import head_dim
-from llmc.export.sources.gguf.header import BLOCKS, Entry, Header
+from llmc.export.sources.gguf.header import Entry, Header
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.safetensors import StoredTensor
+from llmc.ggml import LAYOUTS, Bytes
 from llmc.strict import open_regular
 
 # Types that need no unpacking, and their numpy types.
 STORED = ("F32", "F16", "BF16")
-FP4_BYTES = BLOCKS["MXFP4"][1]
 # Number of weights that are unpacked at a time: 16 MiB as float32.
 PIECE = 1 << 22
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -118,10 +117,10 @@ _OTHER_MODULES = {
     "gpt_neox": {"attn_qkv": "self_attn.query_key_value"},
     "gpt2": {"attn_qkv": "self_attn.c_attn"},
 }
-# Matrices whose integers a product takes.
+# Matrices and tables that stay in blocks.
 _KEPT = (
     *("_proj.weight", "query_key_value.weight", "c_attn.weight", "in_proj_qkv.weight", "in_proj_z.weight"),
-    *("per_layer_input_gate.weight", "per_layer_projection.weight"),
+    *("per_layer_input_gate.weight", "per_layer_projection.weight", EMBEDDING, PER_LAYER, HEAD),
 )
 # Families whose heads llama.cpp rotates by neighbouring values, Hugging Face by values half a head apart.
 _TURNED = ("llama", "mistral", "mixtral", "ministral3", "granite", "granitemoe", "granitemoehybrid", "smollm3", "llada")
@@ -136,14 +135,10 @@ _VECTORS = ("mamba.A_log", "mamba.D", "mamba.norm.weight")
 _CONSUMED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 
-def decoder_tensors(headers: Sequence[Header], config: Mapping[str, Any]) -> tuple[dict[str, Weight], bool]:
-    """All tensors by parameter name, and whether the export links the files.
-
-    It does so only if some matrix is used in place: a few vectors are not worth the files' size.
-    """
+def decoder_tensors(headers: Sequence[Header], config: Mapping[str, Any]) -> dict[str, Weight]:
+    """All tensors by parameter name."""
     found: dict[str, Weight] = {}
     entries = [(it.path, entry) for it in headers for entry in it.tensors if not _is_left_out(entry.name, config)]
-    link = any(len(e.shape) > 1 and e.kind in STORED and _order(e, config) is None for _, e in entries)
     for path, entry in entries:
         name = parameter(entry.name, config["model_type"])
         if name in found:
@@ -156,11 +151,10 @@ def decoder_tensors(headers: Sequence[Header], config: Mapping[str, Any]) -> tup
             entry = replace(entry, shape=(prod(entry.shape),))
         if config["model_type"] == "gpt_oss" and "_exps." in entry.name:
             continue
-        order = _order(entry, config)
-        found[name] = _tensor(path, entry, order, link, _unpacked_type(name, entry, order, config))
+        found[name] = _tensor(path, entry, name, _order(entry, config))
     if config["model_type"] == "gpt_oss":
         found |= _weave_experts({entry.name: (path, entry) for path, entry in entries})
-    return found, link
+    return found
 
 
 def _weave_experts(entries: Mapping[str, tuple[Path, Entry]]) -> dict[str, Weight]:
@@ -187,7 +181,7 @@ def _weave_experts(entries: Mapping[str, tuple[Path, Entry]]) -> dict[str, Weigh
             continue
         shape, inputs = (entry.shape[0], len(parts) * entry.shape[1]), entry.shape[2]
         codes = MadeTensor("U8", (*shape, inputs // 2), partial(weave, _fp4_codes))
-        scales = MadeTensor("U8", (*shape, inputs // MXFP4_BLOCK), partial(weave, lambda raw: raw[:, ::FP4_BYTES]))
+        scales = MadeTensor("U8", (*shape, inputs // MXFP4_BLOCK), partial(weave, _fp4_scales))
         found[own] = Mxfp4Tensor(codes, scales)
     return found
 
@@ -201,7 +195,13 @@ def _weave(parts: Sequence[tuple[Path, Entry]], read: Callable[[Bytes], NDArray[
 
 
 def _fp4_codes(raw: Bytes) -> NDArray[np.uint8]:
-    return pack_codes(read_fp4(raw.reshape(len(raw), -1, FP4_BYTES)).reshape(len(raw), -1))
+    layout = LAYOUTS["MXFP4"]
+    codes = layout.codes.index(raw.reshape(-1, layout.size))
+    return pack_codes(codes.reshape(len(raw), -1).view(np.int8))
+
+
+def _fp4_scales(raw: Bytes) -> NDArray[np.uint8]:
+    return raw[:, :: LAYOUTS["MXFP4"].size]
 
 
 def _bias(raw: Bytes) -> NDArray[np.float32]:
@@ -285,50 +285,23 @@ def _exchange(count: int, shape: tuple[int, ...]) -> NDArray[np.int64]:
     return found
 
 
-def _unpacked_type(name: str, entry: Entry, order: Order | None, config: Mapping[str, Any]) -> str:
-    """The floats that blocks become, none where they are kept. A table that rows are read from has no place for
-    minima, nor for integers that no product shares."""
-    layout = LAYOUTS.get(entry.kind)
-    if layout and name in (EMBEDDING, PER_LAYER):
-        return "" if config["tie_word_embeddings"] and layout.offsets is None else "F16"
-    is_whole = layout and (order is None or order.columns is None or order.run % layout.block == 0)
-    return "" if is_whole and (name.endswith(_KEPT) or name == HEAD) else "F32"
-
-
-def _tensor(path: Path, entry: Entry, order: Order | None, link: bool, unpacked: str) -> Weight:
+def _tensor(path: Path, entry: Entry, name: str, order: Order | None) -> Weight:
     rows = partial(_rows, path, entry, order)
     if entry.name.endswith(".ssm_a"):
         return MadeTensor("F32", entry.shape, lambda: rows(partial(_logarithms, path, entry)))
     if entry.kind in STORED:
-        if link and order is None:
+        if order is None:
             return StoredTensor(path.name, entry.offset, entry.length, entry.kind, entry.shape)
         return MadeTensor(entry.kind, entry.shape, lambda: rows(partial(_plain, entry)))
-    if not unpacked:
-        flat = replace(entry, shape=(prod(entry.shape[:-1]), entry.shape[-1]))
-        kept = _codes(path, flat, partial(_rows, path, flat, order))
-        return replace(kept, stacked=entry.shape[0] if len(entry.shape) > 2 else 0)
-    return MadeTensor(unpacked, entry.shape, lambda: rows(partial(_unpack_rows, path, entry, unpacked)))
-
-
-def _codes(path: Path, entry: Entry, rows: Callable[[Callable[[Bytes], Any]], Iterator[Any]]) -> QuantizedTensor:
-    """Codes, scales and offsets as they are; see :mod:`llmc.export.sources.gguf.blocks`."""
-    (_, size), layout = BLOCKS[entry.kind], LAYOUTS[entry.kind]
-
-    def read(part: Callable[[Bytes], NDArray[Any]]) -> Iterator[NDArray[Any]]:
-        return rows(lambda raw: part(raw.reshape(len(raw), -1, size)).reshape(len(raw), -1))
-
-    def codes() -> Iterator[NDArray[Any]]:
-        return (pack_codes(piece) if layout.bits == 4 else piece for piece in read(layout.codes))
-
-    def whole(part: Callable[[Bytes], NDArray[np.float32]]) -> NDArray[np.float32]:
-        return _check_numbers(path, entry, np.concatenate(list(read(part))))
-
-    return QuantizedTensor(
-        MadeTensor(f"I{layout.bits}", entry.shape, codes),
-        layout.block,
-        partial(whole, layout.scales),
-        offsets=None if layout.offsets is None else partial(whole, layout.offsets),
-    )
+    # Blocks of columns that are no neighbours here would not have a scale in common.
+    in_blocks = order is None or order.columns is None or order.run % LAYOUTS[entry.kind].block == 0
+    if not name.endswith(_KEPT) or not in_blocks:
+        return MadeTensor("F32", entry.shape, lambda: rows(partial(_unpack_rows, path, entry)))
+    flat = (prod(entry.shape[:-1]), entry.shape[-1])
+    stored = StoredTensor(path.name, entry.offset, entry.length, entry.kind, flat)
+    order = order or Order()
+    places = [None if it is None else it.astype(np.int32) for it in (order.rows, order.columns)]
+    return GgmlTensor((stored,), places[0], places[1], entry.shape[0] if len(entry.shape) > 2 else 0)
 
 
 def _rows(
@@ -348,8 +321,7 @@ def _rows(
         rows = slice(start, start + step)
         values = read(np.asarray(raw[rows] if order is None or order.rows is None else raw[order.rows[rows]]))
         if order is not None and order.columns is not None:
-            of_one = width // values.shape[1]  # columns that have one value: of codes one, of scales a block's
-            values = values[:, order.columns[::of_one] // of_one]
+            values = values[:, order.columns]
         yield values
 
 
@@ -363,28 +335,16 @@ def _logarithms(path: Path, entry: Entry, raw: Bytes) -> NDArray[np.float32]:
         return _check_numbers(path, entry, np.log(-_plain(entry, raw).astype(np.float64)).astype(np.float32))
 
 
-def _unpack_rows(path: Path, entry: Entry, dtype: str, raw: Bytes) -> NDArray[Any]:
-    """Bytes of rows in blocks as floats [rows, ...]."""
+def _unpack_rows(path: Path, entry: Entry, raw: Bytes) -> NDArray[Any]:
+    """Bytes of rows in blocks as float32 [rows, ...]."""
     with np.errstate(over="ignore", invalid="ignore"):
-        blocks = raw.reshape(len(raw), -1, BLOCKS[entry.kind][1])
-        values: NDArray[Any] = LAYOUTS[entry.kind].unpack(blocks).astype(array_type(dtype))
+        values = LAYOUTS[entry.kind].unpack(raw)
     return _check_numbers(path, entry, values).reshape(raw.shape[0], *entry.shape[1:])
 
 
 def _check_numbers(path: Path, entry: Entry, values: NDArray[Any]) -> NDArray[Any]:
     if not np.isfinite(values).all():
         raise CheckpointError(
-            f"{path}: {entry.name} holds weights that are no numbers, or too large for float16; the file is broken, "
-            "download it again"
+            f"{path}: {entry.name} holds weights that are no numbers; the file is broken, download it again"
         )
     return values
-
-
-def count_unpacked_types(headers: Sequence[Header], tensors: Mapping[str, Weight], family: str) -> dict[str, int]:
-    kinds = [
-        entry.kind
-        for header in headers
-        for entry in header.tensors
-        if (it := tensors.get(parameter(entry.name, family))) and it.dtype == "F16"
-    ]
-    return {kind: kinds.count(kind) for kind in BLOCKS if kind in kinds and kind not in STORED}

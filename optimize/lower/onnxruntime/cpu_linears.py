@@ -1,7 +1,6 @@
 """Linears for ONNX Runtime on CPUs, one function for each QuantConfig."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
@@ -26,15 +25,11 @@ SMALLEST_ACTIVATION = 1e-9
 # uint8 activations around this zero point.
 MIDDLE = 128
 
-# Each of so many runs of an MLP's widest values has a scale of its own. With the values mixed SmolLM2-135M has a KL of
-# prompts of 0.007 instead of 0.019.
-RUNS = 4
-
 # 152,000 tokens of 896 values in 8 bits are 136 MB, twice at the peak of a load; a step takes the same time to 1 %.
 HEAD_PARTS, LARGE_BITS = 4, 8 * 2**25
 
-# An activation's integers, uint8 [M, K / runs] for each of the runs of its values, and their scales float32 [M, runs].
-Tokens = tuple[list[ir.Value], ir.Value]
+# An activation's integers, uint8 [M, K], and their scales float32 [M, 1].
+Tokens = tuple[ir.Value, ir.Value]
 
 
 def lower_linears(graph: ir.Graph, context: LoweringContext) -> int:
@@ -72,8 +67,7 @@ def _count_parts(linear: Linear, grid: Grid) -> int:
 def _per_token_linear(
     linear: Linear, grid: Grid, context: LoweringContext, activations: dict[ir.Value, Tokens]
 ) -> ir.Value:
-    """y = sum over runs of (q @ W) * weight scale [N] * token scale [M]: integer products are exact, so no row depends
-    on another."""
+    """y = (q @ W) * weight scale [N] * token scale [M, 1]: integer products are exact, so no row depends on another."""
     x = linear.node.inputs[0]
     assert x is not None
     emit, keeps = Emitter(linear.node), _keeps_codes(linear, grid, context)
@@ -81,59 +75,42 @@ def _per_token_linear(
     if x not in activations:
         activations[x] = _quantize_tokens(linear, x, block, _rows_before(linear, context))
     tokens, token_scales = activations[x]
-    one = scalar(emit.graph, 1.0, np.float32)
-    weights = _store_runs(emit.graph, linear, grid, context, len(tokens), block)
-    products = [
-        emit("Mul", _integer_product(emit, run, one, *weight), scales)
-        for run, weight, scales in zip(tokens, weights, _split_runs(emit, token_scales, len(tokens)), strict=True)
-    ]
-    total = emit("Sum", *products) if len(products) > 1 else products[0]
-    return emit("Reshape", with_bias(emit, total, linear, context), _rows_shape(emit, _rows_before(linear, context)))
+    product = emit(
+        "Mul", _integer_product(emit, tokens, *_store(emit.graph, linear, grid, context, block)), token_scales
+    )
+    return emit("Reshape", with_bias(emit, product, linear, context), _rows_shape(emit, _rows_before(linear, context)))
 
 
-def _store_runs(
-    graph: ir.Graph, linear: Linear, grid: Grid, context: LoweringContext, runs: int, block: int
-) -> list[tuple[ir.Value, ir.Value]]:
-    """Weights int8 [K / runs, N] and scales [N] of each run of inputs, of which ``block`` at a time are mixed."""
-    kinds = [f"{linear.name}.int8{f'.{run}' if run else ''}" for run in range(runs)]
+def _store(
+    graph: ir.Graph, linear: Linear, grid: Grid, context: LoweringContext, block: int
+) -> tuple[ir.Value, ir.Value]:
+    """Weights int8 [K, N] and scales [N], for inputs of which ``block`` at a time are mixed."""
+    kind = f"{linear.name}.int8"
 
     def by_column() -> list[NDArray[np.generic]]:
-        quantized = _quantize_weights(linear, grid, context, runs, block)
-        parts = zip(np.split(quantized.values.T, runs), quantized.scales.T, strict=True)
-        return [array for part in parts for array in part]
+        quantized = _quantize_weights(linear, grid, context, block)
+        return [quantized.values.T, quantized.scales[:, 0]]
 
-    names = [name for kind in kinds for name in (kind, f"{kind}.scales")]
-    stored = [initializer(graph, tensor) for tensor in context.weights.add(names, by_column)]
-    return list(zip(stored[::2], stored[1::2], strict=True))
+    weight, scales = context.weights.add([kind, f"{kind}.scales"], by_column)
+    return initializer(graph, weight), initializer(graph, scales)
 
 
-def _quantize_weights(linear: Linear, grid: Grid, context: LoweringContext, runs: int, block: int) -> Quantized:
+def _quantize_weights(linear: Linear, grid: Grid, context: LoweringContext, block: int) -> Quantized:
     """The linear's integers as the graph multiplies them: the checkpoint's own if it has them in this form."""
     if _keeps_codes(linear, grid, context):
         return context.calibrated.quantize_stacked(linear.weights, grid)
-    grid = split_grid(grid, linear.inputs, runs)
     chosen = context.calibrated.chosen_for_prompts([weight.name or "" for weight in linear.weights], grid)
     return chosen or quantize_matrix(read_weights(linear, context, block), grid)
-
-
-def split_grid(grid: Grid, inputs: int, runs: int) -> Grid:
-    """``grid``, which has a scale per row, with one for each of ``runs`` runs of a row's inputs."""
-    return grid if runs == 1 else replace(grid, block=inputs // runs)
-
-
-def count_runs(inputs: int, block: int) -> int:
-    """Scales per token of an activation of which ``block`` values at a time are mixed."""
-    return RUNS if block and inputs % (block * RUNS) == 0 else 1
 
 
 def _keeps_codes(linear: Linear, grid: Grid, context: LoweringContext) -> bool:
     return all(isinstance(weight, CodedTensor) and context.calibrated.keeps(weight, grid) for weight in linear.weights)
 
 
-def _integer_product(emit: Emitter, tokens: ir.Value, scale: ir.Value, weight: ir.Value, scales: ir.Value) -> ir.Value:
-    """(tokens - 128) @ W, exact in 32 bits, times weight scales [N] and ``scale``: float32 [M, N]."""
-    zero_point = scalar(emit.graph, MIDDLE, np.uint8)
-    return emit("MatMulIntegerToFloat", tokens, weight, scale, scales, zero_point, domain=MICROSOFT)
+def _integer_product(emit: Emitter, tokens: ir.Value, weight: ir.Value, scales: ir.Value) -> ir.Value:
+    """(tokens - 128) @ W, exact in 32 bits, times weight scales [N]: float32 [M, N]."""
+    one, zero_point = scalar(emit.graph, 1.0, np.float32), scalar(emit.graph, MIDDLE, np.uint8)
+    return emit("MatMulIntegerToFloat", tokens, weight, one, scales, zero_point, domain=MICROSOFT)
 
 
 def _rows_before(linear: Linear, context: LoweringContext) -> ir.Value:
@@ -147,35 +124,24 @@ def _rows_before(linear: Linear, context: LoweringContext) -> ir.Value:
 
 
 def _quantize_tokens(linear: Linear, x: ir.Value, block: int, rows: ir.Value) -> Tokens:
-    """Activation x [B, S, K], of which ``block`` values at a time are mixed -> uint8 [M, K / runs] around 128 of each
-    run and scales float32 [M, runs], M = B x S."""
-    emit, runs = Emitter(linear.node, f"{linear.name}.input"), count_runs(linear.inputs, block)
+    """Activation x [B, S, K], of which ``block`` values at a time are mixed -> uint8 [M, K] around 128 and scales
+    float32 [M, 1], M = B x S."""
+    emit = Emitter(linear.node, f"{linear.name}.input")
     graph, last = emit.graph, vector(emit.graph, [-1])
-    x = mix(emit, x, block) if block else x
-    flat = emit("Reshape", x, vector(graph, [-1, linear.inputs // runs]))
+    flat = emit("Reshape", mix(emit, x, block) if block else x, vector(graph, [-1, linear.inputs]))
     # Two reductions read the activation twice; an Abs would write it as well.
     high, low = (emit(reduce, flat, last, keepdims=1) for reduce in ("ReduceMax", "ReduceMin"))
     largest = emit("Max", high, emit("Neg", low), scalar(graph, SMALLEST_ACTIVATION, np.float32))
     scales = emit("Mul", largest, scalar(graph, 1 / 127, np.float32))
     row_scales = emit("Squeeze", scales, last)
-    zero_points = _once(graph, f"activation.zero_points.{rows.name}.{runs}", lambda: _zero_points(emit, rows, runs))
-    tokens = emit("QuantizeLinear", flat, row_scales, zero_points, axis=0)
-    if runs == 1:
-        return [tokens], scales
-    tokens = emit("Reshape", tokens, vector(graph, [-1, linear.inputs]))
-    return _split_runs(emit, tokens, runs), emit("Reshape", scales, vector(graph, [-1, runs]))
+    zero_points = _once(graph, f"activation.zero_points.{rows.name}", lambda: _zero_points(emit, rows))
+    return emit("QuantizeLinear", flat, row_scales, zero_points, axis=0), scales
 
 
-def _split_runs(emit: Emitter, values: ir.Value, runs: int) -> list[ir.Value]:
-    """[M, runs * n] -> [M, n] of each run."""
-    return emit.many("Split", [values], runs, axis=1, num_outputs=runs) if runs > 1 else [values]
-
-
-def _zero_points(emit: Emitter, source: ir.Value, runs: int) -> ir.Value:
-    """128 for each run of each row, uint8 [M * runs]; from ids or indices alone, so that no part of the graph hangs on
-    the first layer's."""
+def _zero_points(emit: Emitter, source: ir.Value) -> ir.Value:
+    """128 for each row, uint8 [M]; from ids or indices alone, so that no part of the graph hangs on the first
+    layer's."""
     rows = emit("Shape", emit("Reshape", source, vector(emit.graph, [-1])))
-    rows = emit("Mul", rows, vector(emit.graph, [runs])) if runs > 1 else rows
     return emit("Expand", vector(emit.graph, [MIDDLE], np.uint8), rows)
 
 
@@ -201,15 +167,12 @@ def defer_token_scales(graph: ir.Graph, _: LoweringContext) -> int:
 
 
 def _find_token_scales(value: ir.Value) -> ir.Value | None:
-    """The scales [M, runs] with which ``value`` is quantized per token, if nothing else reads it."""
+    """The scales [M, 1] with which ``value`` is quantized per token, if nothing else reads it."""
     while (node := sole_consumer(value)) is not None and node.op_type in ("Reshape", "MatMul"):
         value = node.outputs[0]
     quantize = next((user for user, _ in value.uses() if user.op_type == "QuantizeLinear"), None)
     squeeze = _find_producer("Squeeze", quantize.inputs[1]) if quantize else None
-    if squeeze is None or squeeze.inputs[0] is None:
-        return None
-    scales = squeeze.inputs[0]
-    return next((user.outputs[0] for user, _ in scales.uses() if user.op_type == "Reshape"), scales)
+    return squeeze.inputs[0] if squeeze is not None else None
 
 
 def _find_producer(operator: str, value: ir.Value | None) -> ir.Node | None:

@@ -35,7 +35,7 @@ class Branch(Emitter):
 
 def fold_heads(graph: ir.Graph, context: LoweringContext) -> int:
     """GroupQueryAttention -> If(one token in each row, the same with folded heads, as it was)."""
-    if not context.overwritten or context.phase != "decode" or AHEAD in graph.meta:
+    if not context.overwritten or context.phase == "prefill" or AHEAD in graph.meta:
         return 0
     attentions = [(node, context.geometry.attention[node.name or ""]) for node in nodes_of(graph, GQA, MICROSOFT)]
     folded = [(node, attention) for node, attention in attentions if attention.folds]

@@ -16,8 +16,8 @@ from llmc.optimize.lower.rewrite import LLMC, MICROSOFT, Emitter, constant, grap
 from llmc.optimize.quantize.grid import Float
 from llmc.optimize.quantize.rotation import hadamard, rotate_blocks, rotation
 
-# Larger blocks spread outliers no better, and cost more (SmolLM2-135M, blocks of 32 and 64).
-BLOCK = 32
+# KL of SmolLM2-135M: 0.0106 in blocks of 64, 0.0099 of 128, which take 2 % longer for a chunk of a 0.5B model.
+BLOCK = 128
 
 
 def rotate_stream(graph: ir.Graph, context: LoweringContext) -> int:

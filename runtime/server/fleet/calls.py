@@ -1,11 +1,12 @@
 """A request on its way from the front to a replica."""
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any
 
 from starlette.types import Scope
-
-from llmc.runtime.server.fleet.prefixes import prefix_of
 
 # The members of ASGI's scope that a route may look at, and that can be sent elsewhere.
 SENT = ("http_version", "scheme", "query_string", "headers", "client")
@@ -18,11 +19,11 @@ class ReplicaLostError(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """A request. ``prefix``: names of its prompt's blocks."""
+    """A request. ``session``: see :func:`session_of`."""
 
     scope: dict[str, Any]
     body: bytes
-    prefix: tuple[bytes, ...]
+    session: str
 
 
 def make_call(scope: Scope, body: bytes) -> Call:
@@ -34,5 +35,38 @@ def make_call(scope: Scope, body: bytes) -> Call:
     state = {name: value for name, value in known.items() if isinstance(value, str | None)}
     if (key := known.get("key")) is not None:
         state["key"] = replace(key, digest=b"")  # what it is for, and nothing to recognise it by
-    prefix = prefix_of(path, body, known.get("prefix_scope"))
-    return Call({**kept, **own, "path": path, "raw_path": path.encode(), "state": state}, body, prefix)
+    return Call({**kept, **own, "path": path, "raw_path": path.encode(), "state": state}, body, session_of(body))
+
+
+def session_of(body: bytes) -> str:
+    """Name that all turns of a conversation have, by which Ray's router sends them to one replica: made of the client's
+    ``prompt_cache_key``, else of model, system prompt and first message of the user. Empty for other requests."""
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):
+        return ""
+    if not isinstance(request, dict):
+        return ""
+    texts = list(_texts(request.get("prompt_cache_key"))) or list(_beginning(request))
+    named = json.dumps([request.get("model"), *texts]).encode()
+    return blake2b(named, digest_size=16).hexdigest() if texts else ""
+
+
+def _beginning(request: dict[str, Any]) -> Iterator[str]:
+    for member in ("system", "instructions", "prompt", "messages", "input"):
+        value = request.get(member)
+        for item in value if isinstance(value, list) else [value]:
+            yield from _texts(item)
+            if isinstance(item, dict) and item.get("role") == "user":
+                return
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Texts of a message, or of a part of one, in any dialect."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, dict):
+        yield from _texts(value.get("content") or value.get("text"))

@@ -9,6 +9,7 @@ from ray import serve
 from ray.exceptions import RayActorError, WorkerCrashedError
 from ray.serve.config import AutoscalingConfig
 from ray.serve.exceptions import BackPressureError
+from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from ray.serve.handle import DeploymentHandle
 from starlette.types import Message
 
@@ -17,9 +18,8 @@ from llmc.runtime.api import DRAFT_WORDS
 from llmc.runtime.host.machine import usable_threads
 from llmc.runtime.server.config import ServerConfig, read_config
 from llmc.runtime.server.fleet.calls import Call, ReplicaLostError
-from llmc.runtime.server.fleet.front import ASKED_S, make_front
+from llmc.runtime.server.fleet.front import make_front
 from llmc.runtime.server.fleet.replica import Replica
-from llmc.runtime.server.fleet.router import PrefixRouter
 from llmc.runtime.server.fleet.stages import find_place
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.guarded import Guarded
@@ -29,6 +29,8 @@ HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 30.0
 REFRESH_S = 600.0  # in which every replica has to have loaded its bundles
 QUEUE = 256  # requests that wait, where the settings say nothing: as many as an engine lets wait
+# Requests of a replica, as multiples of its rows, beyond which a conversation goes to another one.
+BUSY = 2
 FRONT_CPUS = 0.1  # reserved; a front waits more than it computes
 LOST = (RayActorError, WorkerCrashedError)
 
@@ -41,7 +43,7 @@ class RayReplicas:
         self._answers = handle.options(method_name="answer", stream=True)
 
     async def answer(self, call: Call) -> AsyncGenerator[list[Message], None]:
-        answer: Any = self._answers.remote(call.scope, call.body, prefix=call.prefix)
+        answer: Any = self._answers.options(session_id=call.session).remote(call.scope, call.body)
         try:
             async for messages in answer:
                 yield messages
@@ -52,12 +54,6 @@ class RayReplicas:
             raise ApiError(429, said, code="queue_full", retry_after_s=1) from error
         finally:
             answer.cancel()  # nothing, if it has ended
-
-    async def metrics(self) -> dict[str, bytes]:
-        """Texts for Prometheus by replica, of those that answer in time."""
-        asked = self._handle.broadcast("metrics")
-        found = await asked.results_async(timeout_s=ASKED_S, return_exceptions=True)
-        return dict(named for named in found if isinstance(named, tuple))
 
     async def refresh(self) -> dict[str, Exception | None]:
         """Have every replica swap models that were published anew; what failed, by replica."""
@@ -86,7 +82,7 @@ def replicas_of(config: ServerConfig) -> serve.Application:
             "models": {name: str(folder.absolute()) for name, folder in config.models.items()},
             "revision": "",
         },
-        max_ongoing_requests=rows + waiting,
+        max_ongoing_requests=BUSY * rows,
         max_queued_requests=waiting,
         autoscaling_config=AutoscalingConfig(min_replicas=least, max_replicas=most, target_ongoing_requests=rows),
         ray_actor_options={"num_cpus": cpus, "num_gpus": config.ray_gpus, "resources": places},
@@ -94,8 +90,8 @@ def replicas_of(config: ServerConfig) -> serve.Application:
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=config.drain_s,
         request_router_config={
-            "request_router_class": f"{PrefixRouter.__module__}:{PrefixRouter.__name__}",
-            "request_router_kwargs": {"rows": rows},
+            "request_router_class": f"{ConsistentHashRouter.__module__}:{ConsistentHashRouter.__name__}",
+            "request_router_kwargs": {"num_fallback_replicas": most - 1},
         },
     )
     # Stored responses would have to be found again at the replica that has them.

@@ -1,4 +1,4 @@
-"""The front of a fleet: hands each request to a replica, and to another one if that is lost before it said anything."""
+"""The front of a fleet: hands each request to a replica, and to another one if that is lost before it answers."""
 
 import asyncio
 import logging
@@ -15,7 +15,6 @@ from starlette.types import Message, Receive, Scope, Send
 from llmc.errors import LlmcError
 from llmc.runtime.server.fleet.answers import Answer
 from llmc.runtime.server.fleet.calls import BILL, Call, ReplicaLostError, make_call
-from llmc.runtime.server.fleet.expositions import join_expositions
 from llmc.runtime.server.http.accounts import CLIENT, NOTHING
 from llmc.runtime.server.http.errors import ApiError, from_llmc, refuse
 from llmc.runtime.server.http.streams import unless_gone
@@ -36,14 +35,10 @@ class Replicas(Protocol):
         """The answer of a replica; closing it cancels the request.
         Raises ReplicaLostError: before or amid the answer; ApiError: 429, as many requests wait as may wait."""
 
-    async def metrics(self) -> dict[str, bytes]:
-        """Texts for Prometheus by the names of the replicas that answered."""
-
 
 def make_front(replicas: Replicas) -> Starlette:
     """The application that answers by the replicas; keys and limits stand around it, as around theirs they do not."""
-    front = Front(replicas)
-    return Starlette(routes=[Route("/health", _health), Route("/metrics", front.metrics), Mount("/", front)])
+    return Starlette(routes=[Route("/health", _health), Mount("/", Front(replicas))])
 
 
 async def _health(request: Request) -> Response:
@@ -62,6 +57,8 @@ class Front:
         answer = Answer(scope, send)
         try:
             call = make_call(scope, await request.body())
+            if call.scope["path"] == "/metrics":
+                raise ApiError(404, "/metrics would be one replica's; monitor the replicas by Ray's own metrics")
             waiting = self._relay(call, answer)
             if call.scope["path"] == "/ready":  # without a replica it would wait for one
                 waiting = asyncio.wait_for(waiting, ASKED_S)
@@ -70,14 +67,8 @@ class Front:
             if not answer.started:
                 await refuse(scope, receive, send, _refusal(error))
 
-    async def metrics(self, request: Request) -> Response:
-        """The metrics of all replicas for Prometheus, each with its name."""
-        return Response(
-            join_expositions(await self._replicas.metrics()), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
-
     async def _relay(self, call: Call, answer: Answer) -> None:
-        """The answer of the first replica that is not lost before it says something."""
+        """Send the answer of the first replica that is not lost before it sends any of it."""
         client = CLIENT.get()
         for _ in range(ATTEMPTS):
             try:
@@ -91,17 +82,12 @@ class Front:
                 return
             except ReplicaLostError as error:
                 log.warning("a replica was lost: %s", error)
-                if answer.spoken:
+                if answer.started:
                     await answer.break_off()
                     return
-                answer.forget()
                 if client is not None:
                     client.take(NOTHING)  # what was computed in vain costs nothing
-        lost = ApiError(503, "the replicas that tried to answer were lost; try again later", retry_after_s=1)
-        if answer.started:
-            await answer.break_off(lost)
-        else:
-            raise lost
+        raise ApiError(503, "the replicas that tried to answer were lost; try again later", retry_after_s=1)
 
 
 def _refusal(error: ApiError | LlmcError | asyncio.TimeoutError) -> ApiError:

@@ -95,19 +95,11 @@ class Replica:
                     if pool.models().get(name) is model:  # and was not swapped out meanwhile
                         raise
 
-    async def metrics(self) -> tuple[str, bytes]:
-        """The replica's name, and its own text for Prometheus."""
-        assert self._app is not None
-        exposition: bytes = await asyncio.to_thread(self._app.state.metrics.exposition, self._ready_pool)
-        return _name(), exposition
-
-    async def answer(
-        self, scope: dict[str, Any], body: bytes, prefix: tuple[bytes, ...] = ()
-    ) -> AsyncGenerator[list[Message], None]:
+    async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncGenerator[list[Message], None]:
         """The application's answer, as it comes: all that is there goes into one message between the machines, with
         what the client took by then before it.
 
-        Whoever stops reading cancels the request. ``prefix``: for the router; nothing is done with it here.
+        Whoever stops reading cancels the request.
         """
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
         gone = asyncio.Event()

@@ -106,9 +106,6 @@ class Fleet:
         async for messages in (await self._replicas()).answer(call):
             yield messages
 
-    async def metrics(self) -> dict[str, bytes]:
-        return await (await self._replicas()).metrics()
-
     async def refresh(self) -> dict[str, Exception | None]:
         """Swap models in whose folders other bundles were published, at every replica; errors by replica."""
         failed = await (await self._replicas()).refresh()

@@ -194,16 +194,14 @@ def _digest(where: str, table: Mapping[str, Any]) -> bytes:
 class Keys:
     """Ask for a key on every route but those that are open; without a file, on none.
 
-    ``scope["state"]`` gets ``key`` (:class:`Key` or None), ``prefix_scope`` (the name by which a fleet knows
-    its prompts) and ``has_admin`` (True if some key is an admin's); what was presented is removed from the
-    headers, so that nothing behind can log it.
+    ``scope["state"]`` gets ``key`` (:class:`Key` or None) and ``has_admin`` (True if some key is an admin's); what was
+    presented is removed from the headers, so that nothing behind can log it.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, keyring: Keyring | None) -> None:
         self.app = app
         self._keyring = keyring
         self._page = config.page
-        self._shares_prefixes = config.prefix_cache_scope == "shared"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         presented = take_key(scope)
@@ -213,11 +211,8 @@ class Keys:
             message = f"{found}; send one as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             error = ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
             return await refuse(scope, receive, send, error)
-        scope.setdefault("state", {}).update(
-            key=key,
-            prefix_scope=None if self._shares_prefixes or key is None else key.name,
-            has_admin=self._keyring is not None and self._keyring.has_admin,
-        )
+        has_admin = self._keyring is not None and self._keyring.has_admin
+        scope.setdefault("state", {}).update(key=key, has_admin=has_admin)
         return await self.app(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:

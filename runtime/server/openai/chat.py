@@ -308,7 +308,6 @@ class OpenAIChat(Sampled):
         Annotated[Tags, Field(max_length=16)] | None,
         Field(description="up to 16 tags, for the log; echoed by responses"),
     ] = None
-    # In a fleet it decides which replica a conversation goes to that none has begun with.
     prompt_cache_key: Annotated[
         str | None,
         Field(description="requests with the same one go to the same replica of a fleet; echoed by responses"),

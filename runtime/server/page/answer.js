@@ -10,19 +10,19 @@ export function newAnswer(model) {
     state: "streaming", // then done, stopped or failed
     finish: null,
     error: null,
-    timing: { first: null, gaps: [], usage: null }, // milliseconds until the first token, and between two
+    timing: { first: null, rest: 0, chunks: 0, usage: null }, // ms to the first token and from it to the last; chunks
   };
 }
 
 /** A clock of one answer; `absorb(chunk)` puts a chunk into the answer. */
 export function follow(answer, now = () => performance.now()) {
   const start = now();
-  let last = null;
   const tick = () => {
-    const time = now();
-    if (last === null) answer.timing.first = time - start;
-    else answer.timing.gaps.push(Math.round((time - last) * 10) / 10);
-    last = time;
+    const { timing } = answer;
+    const time = now() - start;
+    timing.first ??= time;
+    timing.rest = time - timing.first;
+    timing.chunks += 1;
   };
   return function absorb(chunk) {
     if (chunk.usage) answer.timing.usage = readUsage(chunk.usage);
@@ -57,13 +57,12 @@ function readUsage({ prompt_tokens: prompt, completion_tokens: tokens, prompt_to
 }
 
 /** The timing in words: time to the first token, tokens per second after it, tokens. */
-export function describeTiming({ first, gaps, usage }) {
+export function describeTiming({ first, rest, chunks, usage }) {
   if (first === null) return "";
-  const seconds = gaps.reduce((sum, gap) => sum + gap, 0) / 1000;
-  const tokens = usage?.tokens ?? gaps.length + 1;
+  const tokens = usage?.tokens ?? chunks;
   const facts = [
     `TTFT ${first < 1000 ? `${first.toFixed(0)} ms` : `${(first / 1000).toFixed(2)} s`}`,
-    seconds > 0 && gaps.length > 1 && `${((tokens - 1) / seconds).toFixed(1)} tok/s`,
+    rest > 0 && chunks > 2 && `${((1000 * (tokens - 1)) / rest).toFixed(1)} tok/s`,
     `${tokens} ${tokens === 1 ? "token" : "tokens"}`,
     usage && `prompt ${usage.prompt}${usage.cached ? `, ${usage.cached} cached` : ""}`,
   ];

@@ -2,13 +2,12 @@
 import { follow, newAnswer } from "./answer.js";
 import { ApiError, readKey, readModels, streamChat, writeKey } from "./api.js";
 import {
-  addMessage, newConversation, newId, readPath, readVersions, removeLeaf, showVersion, toRequest,
+  addMessage, newConversation, readPath, readVersions, removeLeaf, showVersion, toRequest,
 } from "./conversation.js";
 import { iconButton, make } from "./dom.js";
 import { readImage, showImages } from "./images.js";
 import { makeNumbers, NO_SETTINGS, readSettings, showSettings, toParameters } from "./settings.js";
 import { openStore } from "./store.js";
-import { fromText, toKey, toText } from "./transfer.js";
 import { MessageView } from "./view.js";
 
 const get = (id) => document.getElementById(id);
@@ -34,7 +33,6 @@ const tabs = new BroadcastChannel("llmc"); // the page's other tabs: the id of a
 async function start() {
   makeNumbers(get("numbers"));
   listen();
-  showTheme();
   showPanel("history", !narrow.matches);
   store = await openStore();
   if (!store.lasts) get("no-history").textContent = "This browser keeps nothing: conversations are gone with this page.";
@@ -203,34 +201,8 @@ async function renameConversation(conversation) {
   get("conversations").querySelector(`[data-rename="${CSS.escape(conversation.id)}"]`)?.focus();
 }
 
-/** Add the conversations of a file. What is there already is not added again, and nothing that is there is changed. */
-async function importFile() {
-  const [file] = get("import-file").files;
-  get("imported").textContent = "";
-  if (!file) return;
-  let read;
-  try {
-    read = fromText(await file.text());
-  } catch (error) {
-    notify(`${file.name} cannot be imported: ${error.message}.`);
-    return;
-  } finally {
-    get("import-file").value = ""; // or the same file could not be chosen again
-  }
-  const known = new Map(conversations.map((conversation) => [conversation.id, toKey(conversation)]));
-  const added = read.filter((conversation) => known.get(conversation.id) !== toKey(conversation));
-  for (const conversation of added) {
-    if (known.has(conversation.id)) conversation.id = newId();
-    known.set(conversation.id, "");
-    await save(conversation);
-  }
-  showHistory();
-  const rest = added.length < read.length ? "; the others were there already" : "";
-  get("imported").textContent = `${added.length} of ${read.length} conversations were added${rest}.`;
-}
-
 function exportAll() {
-  const url = URL.createObjectURL(new Blob([toText(listNewest())], { type: "application/json" }));
+  const url = URL.createObjectURL(new Blob([JSON.stringify(listNewest(), null, 2)], { type: "application/json" }));
   make("a", { href: url, download: "llmc-conversations.json" }).click();
   setTimeout(() => URL.revokeObjectURL(url), 60_000);
 }
@@ -439,7 +411,7 @@ function useKey() {
   retryWithKey();
 }
 
-// Words, colours, panels -----------------------------------------------------------------------------------------------
+// Words and panels -----------------------------------------------------------------------------------------------------
 
 function announce(text) {
   get("announcer").textContent = text;
@@ -472,27 +444,6 @@ function asked(dialog) {
 function openDialog(dialog) {
   dialog.returnValue = "";
   dialog.showModal();
-}
-
-const THEMES = ["system", "light", "dark"];
-const readTheme = () => document.documentElement.dataset.theme ?? "system";
-
-function showTheme() {
-  const label = `Colours: ${readTheme()}`;
-  get("theme").setAttribute("aria-label", label);
-  get("theme").title = label;
-}
-
-function nextTheme() {
-  const theme = THEMES[(THEMES.indexOf(readTheme()) + 1) % THEMES.length];
-  if (theme === "system") {
-    delete document.documentElement.dataset.theme;
-    localStorage.removeItem("llmc.theme");
-  } else {
-    document.documentElement.dataset.theme = theme;
-    localStorage.setItem("llmc.theme", theme);
-  }
-  showTheme();
 }
 
 const PANELS = ["history", "settings"];
@@ -564,9 +515,7 @@ function editLast(event) {
 function listen() {
   const clicks = {
     new: startConversation,
-    theme: nextTheme,
     export: exportAll,
-    import: () => get("import-file").click(),
     attach: () => get("image-file").click(),
     "delete-all": removeAll,
     stop,
@@ -583,7 +532,6 @@ function listen() {
     cancel.addEventListener("click", () => cancel.closest("dialog").close());
   }
   get("composer").addEventListener("submit", send);
-  get("import-file").addEventListener("change", importFile);
   get("image-file").addEventListener("change", addChosen);
   get("key-dialog").addEventListener("close", useKey);
   parameters.addEventListener("submit", (event) => event.preventDefault());

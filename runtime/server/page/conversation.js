@@ -1,7 +1,7 @@
 // A conversation is a tree: an edited or regenerated message stands beside the old one, and what followed stays there.
 
 /** An id; `crypto.randomUUID` is missing on pages without TLS. */
-export const newId = () => Array.from(crypto.getRandomValues(new Uint32Array(4)), (part) => part.toString(36)).join("");
+const newId = () => Array.from(crypto.getRandomValues(new Uint32Array(4)), (part) => part.toString(36)).join("");
 
 export function newConversation(settings) {
   return { id: newId(), title: "", updated: Date.now(), settings: structuredClone(settings), messages: [], leaf: null };

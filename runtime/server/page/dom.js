@@ -13,15 +13,13 @@ export function make(tag, attributes = {}, ...children) {
 
 const SVG = "http://www.w3.org/2000/svg";
 
-export function makeSvg(tag, attributes = {}, ...children) {
-  const element = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
-
 export function icon(name) {
-  return makeSvg("svg", { class: "icon", "aria-hidden": "true" }, makeSvg("use", { href: `page/icons.svg#${name}` }));
+  const [image, use] = ["svg", "use"].map((tag) => document.createElementNS(SVG, tag));
+  image.setAttribute("class", "icon");
+  image.setAttribute("aria-hidden", "true");
+  use.setAttribute("href", `page/icons.svg#${name}`);
+  image.append(use);
+  return image;
 }
 
 /** A button that is an icon; its label is what a screen reader says. */

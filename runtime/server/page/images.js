@@ -5,9 +5,6 @@ const TYPES = ["image/png", "image/jpeg", "image/webp"]; // what the service tak
 const LONGEST_SIDE = 1536; // pixels; a photograph of a telephone has then some 300 kB, and a chat has room for a dozen
 const QUALITY = 0.9; // of JPEG and WebP that were made smaller
 const MOST_BYTES = 6_000_000; // in base64 a third more, which leaves some of a request's 8 MiB for the rest
-const URL_OF_IMAGE = new RegExp(`^data:(${TYPES.join("|")});base64,[A-Za-z0-9+/]+=*$`);
-
-export const isImageUrl = (url) => URL_OF_IMAGE.test(url);
 
 /** The image in a file, as an address that holds it; where there is none, an Error that says why. */
 export async function readImage(file) {

@@ -3,7 +3,6 @@ import { describeTiming } from "./answer.js";
 import { copyButton, iconButton, make } from "./dom.js";
 import { showImages } from "./images.js";
 import { showMarkdown } from "./markdown.js";
-import { drawPlot } from "./plot.js";
 
 const SPEAKERS = { user: "You", assistant: "Answer", tool: "Tool" };
 const CUT = { length: "The answer was cut at the largest number of tokens." };
@@ -22,11 +21,10 @@ export class MessageView {
     this.note = make("p", { class: "note", hidden: true });
     this.problem = make("div", { class: "problem", role: "alert", hidden: true });
     this.results = make("form", { class: "results", hidden: true, submit: (event) => this.sendResults(event) });
-    this.plot = make("span", { class: "timing" });
     this.words = make("span", { class: "words" });
     this.versions = make("span", { class: "versions", hidden: true });
     this.tools = make("div", { class: "tools" }, this.versions, ...this.makeButtons());
-    this.foot = make("div", { class: "foot" }, this.tools, this.words, this.plot);
+    this.foot = make("div", { class: "foot" }, this.tools, this.words);
     const speaker = make("h2", { class: message.role === "tool" ? "speaker" : "unseen" }, SPEAKERS[message.role]);
     this.body = make("div", { class: "body" }, this.reasoning, this.images, this.text, this.calls, this.note, this.problem, this.results);
     this.element = make("li", { class: `message ${message.role}` }, speaker, this.body, this.foot);
@@ -59,7 +57,7 @@ export class MessageView {
     this.updateNote();
     this.updateProblem();
     if (this.results.hidden === (isLast && !isBusy && message.toolCalls.length > 0)) this.updateResults();
-    this.updateTiming();
+    this.words.textContent = describeTiming(message.timing);
   }
 
   updateReasoning() {
@@ -95,12 +93,6 @@ export class MessageView {
   sendResults(event) {
     event.preventDefault();
     this.actions.sendResults(this.message, Array.from(this.results.querySelectorAll("textarea"), (field) => field.value));
-  }
-
-  updateTiming() {
-    const { timing, state } = this.message;
-    this.words.textContent = describeTiming(timing);
-    if (timing.gaps.length > 1) this.plot.replaceChildren(drawPlot(timing.gaps, state === "streaming"));
   }
 
   updateVersions(versions) {

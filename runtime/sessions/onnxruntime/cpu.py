@@ -4,13 +4,14 @@ The cache and all inputs and outputs live in numpy arrays whose addresses are bo
 writes a few integers, runs, and reads logits in place.
 """
 
+import mmap
 import os
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # must be set before the library is imported
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,14 +23,21 @@ from numpy.typing import NDArray
 from llmc.bundle import ADAPTERS_FOLDER, HIDDEN, LM_HEAD, LOGIT_ROWS, REPLAY, WEIGHTS_FILE, Geometry, Manifest, version
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
 from llmc.runtime.host.machine import cpu_model, return_freed_memory
-from llmc.runtime.host.read_ahead import read_ahead
-from llmc.runtime.host.threads import on_leaving
+from llmc.runtime.host.read_ahead import read_ahead, read_once
+from llmc.runtime.host.threads import on_leaving, start
 from llmc.runtime.kv.host_cache import HostCache, LentCache
 from llmc.runtime.sessions.base import Batch, Phase, Session
 from llmc.runtime.sessions.onnxruntime.factors import RowFactors
-from llmc.runtime.sessions.onnxruntime.library import inference_session, session_options
-from llmc.runtime.sessions.onnxruntime.onnx_file import check_weights
+from llmc.runtime.sessions.onnxruntime.library import (
+    IN_PLACE,
+    IN_PLACE_SINCE,
+    PACK_TOGETHER,
+    inference_session,
+    session_options,
+)
+from llmc.runtime.sessions.onnxruntime.onnx_file import LARGEST_GRAPH, check_weights
 from llmc.runtime.sessions.onnxruntime.replay import Named, Replay, States, bind
+from llmc.strict import open_regular, read_bytes
 
 # Bindings that are kept beside that of the last long call. A binding takes 0.4 ms to make for 24 layers, 2 % of a step
 # of a 0.5B model: worth keeping for every number of rows of a step and of drafted tokens, and not for a chunk's 90 ms.
@@ -51,21 +59,18 @@ class OnnxRuntimeSession(Session):
             raise GpuError("a bundle in bfloat16 cannot be run on a CPU; run it on its GPU, or build it with --fp16")
         names = {phase: manifest.graphs[phase.value].file for phase in Phase}
         own = {name: manifest.graphs[name].file for name in (REPLAY, LM_HEAD) if name in manifest.graphs}
-        files = open_graphs(runtime, folder, manifest, sorted({*names.values(), *own.values()}), threads)
-        self._graphs: dict[str, Any] = {phase: files[name] for phase, name in names.items()}
+        can_wait = version(runtime.__version__) >= version(IN_PLACE_SINCE)
+        first = {names[Phase.PREFILL], *own.values()} if can_wait else {*names.values(), *own.values()}
+        files = open_graphs(runtime, folder, manifest, sorted(first), threads)
         self._head: Any = files[own[LM_HEAD]] if LM_HEAD in own else None
-        self._takes_lengths: set[str] = {phase for phase, graph in self._graphs.items() if _takes(graph, "new_lengths")}
+        self._graphs: dict[str, Any] = {}
+        self._keep_graph(Phase.PREFILL, prefill := files[names[Phase.PREFILL]])
         split = manifest.recipe.phases == "split" and manifest.cache != "int8"
         ragged = split or not manifest.geometry.has_states
-        self.packs_rows = ragged and Phase.PREFILL in self._takes_lengths
-        self._takes_slots = _takes(self._graphs[Phase.DECODE], "cache_slots")
-        self._takes_texts = _takes(self._graphs[Phase.DECODE], "text_lengths")
-        self._takes_embeddings = _takes(self._graphs[Phase.DECODE], "embeddings")
-        ends = {phase: _ends_in(graph) for phase, graph in self._graphs.items()}
-        self._headless: set[str] = {phase for phase, end in ends.items() if end == LOGIT_ROWS}
-        lost = self._headless and not _takes(self._head, LOGIT_ROWS)
-        if lost or (manifest.stage.is_last and "" in ends.values()):
-            raise BundleError(f"{folder}: its graphs do not give logits; build the bundle again")
+        self.packs_rows = ragged and _takes(prefill, "new_lengths")
+        self._takes_slots = _takes(prefill, "cache_slots")
+        self._takes_texts = _takes(prefill, "text_lengths")
+        self._takes_embeddings = _takes(prefill, "embeddings")
         self._options = runtime.RunOptions()
         on_leaving(self, partial(setattr, self._options, "terminate", True))
         self._bound = _Bound()
@@ -73,6 +78,11 @@ class OnnxRuntimeSession(Session):
         self._replay = Replay(files[own[REPLAY]]) if REPLAY in own else None
         self._fed = 0  # tokens of the last provisional call
         self.cache: HostCache = HostCache(manifest, forget=self._bound.clear)
+        self._later: Future[Any] | None = None
+        if names[Phase.DECODE] in files:
+            self._keep_graph(Phase.DECODE, files[names[Phase.DECODE]])
+        else:  # the first prompt does not need it
+            self._later = open_later(runtime, folder, manifest, names[Phase.DECODE], threads)
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits float32 [B, O, vocab], or hidden states; see :class:`llmc.runtime.sessions.base.Session`."""
@@ -131,16 +141,29 @@ class OnnxRuntimeSession(Session):
             return
         runtime = import_onnxruntime(self._manifest.target.engine_minimum)
         found = open_graphs(runtime, self._folder, self._manifest, [graph.file], self._threads)[graph.file]
-        if _takes(found, "new_lengths"):
-            self._takes_lengths.add(ADAPTERS_FOLDER)
         self._graphs[ADAPTERS_FOLDER], self._factors = found, RowFactors(found)
 
     def close(self) -> None:
+        if self._later is not None:
+            wait([self._later])
+            self._later = None
         self._bound.clear()
         self.cache.close()
         self._graphs.clear()
         self._replay = self._head = None
         return_freed_memory()
+
+    def _keep_graph(self, kind: str, graph: Any) -> None:
+        end = _ends_in(graph)
+        if (end == LOGIT_ROWS and not _takes(self._head, LOGIT_ROWS)) or (self._manifest.stage.is_last and not end):
+            raise BundleError(f"{self._folder}: its graphs do not give logits; build the bundle again")
+        self._graphs[kind] = graph
+
+    def _graph(self, kind: str) -> Any:
+        """The graph for calls of this kind; waits for decode's where a thread opens it."""
+        if kind not in self._graphs and self._later is not None:
+            self._keep_graph(kind, self._later.result())
+        return self._graphs[kind]
 
     def _bind_hidden(self, binding: "_Binding", batch: Batch) -> None:
         """Bind what a stage behind another one takes, and what one before another hands on."""
@@ -177,12 +200,13 @@ class OnnxRuntimeSession(Session):
     def _bind_anew(self, kind: str, batch: Batch, room: NDArray[np.float32]) -> "_Binding":
         rows, sequence = batch.input_ids.shape
         caches = self._list_caches(batch.first_row, rows)
-        binding = _Binding(self._graphs[kind], batch, caches)
-        if kind in self._headless:
+        graph = self._graph(kind)
+        binding = _Binding(graph, batch, caches)
+        if _ends_in(graph) == LOGIT_ROWS:
             binding.bind_head(self._head, room, self._manifest.geometry.hidden_size)
         elif self._manifest.stage.is_last:
             binding.bind_logits(room)
-        diffuses, packs = self._manifest.geometry.diffusion is not None, kind in self._takes_lengths
+        diffuses, packs = self._manifest.geometry.diffusion is not None, _takes(graph, "new_lengths")
         asked = {"new_lengths": packs, "seen_lengths": diffuses, "text_lengths": self._takes_texts}
         binding.bind_numbers(name for name, wanted in asked.items() if wanted)
         if self._takes_embeddings:
@@ -329,36 +353,67 @@ def _ends_in(graph: Any) -> str:
 
 
 def open_graphs(runtime: Any, folder: Path, manifest: Manifest, names: list[str], threads: int) -> dict[str, Any]:
-    """ONNX Runtime's sessions by graph file."""
-    levels = runtime.GraphOptimizationLevel
-    plain = {name: folder / name for name in names}
-    with read_ahead(folder / WEIGHTS_FILE):  # all of it is about to be packed
-        if manifest.recipe.phases != "single":
-            return _open_sessions(runtime, plain, manifest.files, threads, levels.ORT_ENABLE_ALL)
-        # Graphs that were made for another engine: weights are dequantized once, and nothing is fused that would
-        # compute something else than the graph says.
-        once = "session.disable_quant_qdq", "1"
-        return _open_sessions(runtime, plain, manifest.files, threads, levels.ORT_ENABLE_BASIC, once)
-
-
-def _open_sessions(
-    runtime: Any, paths: dict[str, Path], files: Collection[str], threads: int, level: Any, *config: tuple[str, str]
-) -> dict[str, Any]:
-    """Open the graphs in parallel, since most of the time goes into packing weights."""
+    """ONNX Runtime's sessions by graph file, opened in parallel: most of the time goes into packing weights."""
 
     def open_one(path: Path) -> Any:
-        check_weights(path, files)
-        options = session_options(runtime, threads)
-        options.graph_optimization_level = level
-        for key, value in config:
-            options.add_session_config_entry(key, value)
+        check_weights(path, manifest.files)
         with translate_errors(f"{path}: loading"):
-            return inference_session(runtime, str(path), options)
+            return inference_session(runtime, str(path), _options(runtime, manifest, threads))
 
-    with ThreadPoolExecutor(len(paths)) as pool:
-        opened = dict(zip(paths, pool.map(open_one, paths.values()), strict=True))
+    paths = [folder / name for name in names]
+    with read_ahead(folder / WEIGHTS_FILE), ThreadPoolExecutor(len(names)) as pool:  # all of it is about to be packed
+        opened = dict(zip(names, pool.map(open_one, paths), strict=True))
     return_freed_memory()
     return opened
+
+
+def open_later(runtime: Any, folder: Path, manifest: Manifest, name: str, threads: int) -> Future[Any]:
+    """ONNX Runtime's session of a graph file, which a thread opens from now on.
+
+    The files are those that are there now, whatever replaces them: the graph is read, and its weights are mapped.
+
+    Raises:
+        BundleError: they cannot be read, or the graph names other weights; later, from the result: it is refused.
+        ResourceError: no thread can be started; later: memory does not suffice.
+    """
+    path, weights_file = folder / name, folder / WEIGHTS_FILE
+    check_weights(path, manifest.files)
+    try:
+        content = read_bytes(path, LARGEST_GRAPH)
+        with open_regular(weights_file) as file:
+            weights = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{path} or its weights cannot be read ({error}); build the bundle again") from error
+    options = _options(runtime, manifest, threads)
+    for entry in (IN_PLACE, PACK_TOGETHER):
+        options.add_session_config_entry(*entry)
+    options.add_external_initializers_from_files_in_memory([WEIGHTS_FILE], [weights], [len(weights)])
+    opened: Future[Any] = Future()
+
+    def open_it() -> None:
+        try:
+            with translate_errors(f"{path}: loading"), read_ahead(weights_file), read_once(weights):
+                graph = inference_session(runtime, content, options)
+            graph.weights = weights  # it reads some of them later
+            return_freed_memory()
+        except BaseException as error:  # noqa: BLE001  # handed to who waits
+            opened.set_exception(error)
+        else:
+            opened.set_result(graph)
+
+    start(open_it, "llmc-open")
+    return opened
+
+
+def _options(runtime: Any, manifest: Manifest, threads: int) -> Any:
+    options, levels = session_options(runtime, threads), runtime.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_ENABLE_ALL
+    if manifest.recipe.phases == "single":
+        # Graphs that were made for another engine: weights are dequantized once, and nothing is fused that would
+        # compute something else than the graph says.
+        options.graph_optimization_level = levels.ORT_ENABLE_BASIC
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
+    return options
 
 
 def import_onnxruntime(minimum: str) -> Any:

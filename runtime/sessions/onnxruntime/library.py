@@ -14,6 +14,10 @@ SESSION_CONFIG = {
 # those that saturate, at 32 rows or more still in 0.4 to 0.8 of MatMulNBits' time. Where there is VNNI, the library
 # would give up its kernels too.
 EXACT = "session.x64quantprecision", "1"
+# Weights are read where the caller has mapped them; ONNX Runtime before 1.32 copies them.
+IN_PLACE, IN_PLACE_SINCE = ("session.use_external_initializer_file_buffers_directly", "1"), "1.32"
+# All threads pack, and raw weights stay until the last one is packed: for those whose pages are let go of meanwhile.
+PACK_TOGETHER = "session.prepack.enable_parallel", "1"
 LOG_FATAL_ONLY = 4  # every other error comes as an exception
 
 

@@ -90,13 +90,12 @@ def test_the_message_has_all_numbers_and_the_worst_layers_on_one_line():
 @pytest.mark.parametrize(
     ("name", "phases", "better"),
     [
-        ("int4-small", ["decode"], "--recipe int4"),
         ("int4", ["decode"], "--recipe int4-quality"),
         ("int4", ["prefill"], "--recipe int8-exact"),
         ("int4-quality", ["prefill", "decode"], "--int8"),
         ("int8", ["decode"], "--recipe int8-exact"),
         ("int8-exact", ["prefill"], "--fp32"),
-        ("int8-small", ["decode"], "--recipe int8-exact"),
+        ("int8-fast", ["decode"], "--recipe int8-exact"),
     ],
 )
 def test_every_recipe_has_one_that_loses_less(name, phases, better):
@@ -128,7 +127,7 @@ def test_the_message_names_what_can_meet_the_budget(most, better):
     ("changes", "better"),
     [
         ({"scheme": "rtn", "block_size": 32}, "--recipe int4-quality"),
-        ({"precision": "source"}, "phases = 'shared' in the recipe"),
+        ({"precision": "source"}, "--small"),
         ({"precision": "source", "phases": "shared"}, "--fp32"),
         ({"compute": "float16"}, "--int8"),
         ({"compute": "float16", "head": "fp16"}, "--fp16"),

@@ -20,8 +20,9 @@ from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
 from llmc.runtime.kv.budget import plan_load
 
-# Norms, biases and constants are left out of a plan; in the small model they are up to two thousandths of the weights.
-LEFT_OUT = 0.005
+# Norms, biases and constants are left out of a plan; in the small model they are up to 1.2 % of the weights, most of it
+# the matrix that mixes values before down_proj.
+LEFT_OUT = 0.015
 # Qwen2.5-0.5B
 Q05 = uniform("qwen2", 24, 896, 4864, 14, 2, 64, 151936, 32768, True, (0,) * 24)
 LIMITS = Limits(32768, 1, 256)
@@ -57,10 +58,10 @@ def test_a_matrix_takes_what_its_form_takes(form, how: dict[str, int], expected:
     "request_",
     [
         Request(precision="int8"),
-        Request(precision="int8", phases="shared", activations="per-token"),
+        Request(precision="int8", phases="split"),
         Request(precision="int4", symmetric=False, layers={"*.down_proj": "int8", "model.layers.0.*": "fp32"}),
     ],
-    ids=["int8", "int8-small", "int4-layers"],
+    ids=["int8", "int8-fast", "int4-layers"],
 )
 def test_planned_weights_are_those_of_the_built_graphs(tiny_export: Path, tmp_path: Path, request_: Request):
     built = build(tiny_export, tmp_path / "bundle", recipe=request_).manifest
@@ -119,9 +120,22 @@ def test_a_build_that_does_not_fit_leaves_nothing(tiny_export: Path, tmp_path: P
 
 # The small model takes little beside Python and the libraries, whose size differs between versions, platforms, numbers
 # of threads, and with how many pages of a library the kernel maps at once; on models of half a billion parameters and
-# more recipes/benchmarks/memory.py finds a run within a tenth.
+# more a run was within a tenth.
 TOLERANCE = 0.4
-BENCHMARK = Path(__file__).parents[3] / "recipes" / "benchmarks" / "memory.py"
+TOKENS = 512 + 64
+# Prints the peak of a process that feeds so many tokens, spread over the vocabulary: rows of the embedding that no
+# token reads may stay on disk.
+RUN = """
+import sys
+from llmc.runtime import load
+from llmc.runtime.host.machine import resident_bytes
+with load(sys.argv[1], self_test=False) as model:
+    ids = [i * 7919 % model.manifest.geometry.vocab_size for i in range(int(sys.argv[2]))]
+    model.runner.prefill(ids[:512])
+    for position in range(512, len(ids)):
+        model.runner.step(ids[position], position)
+print(resident_bytes()[1])
+"""
 
 
 def off(estimate: float, measured: int) -> bool:
@@ -130,9 +144,9 @@ def off(estimate: float, measured: int) -> bool:
 
 
 def test_a_runs_peak_is_near_its_plan(tiny_bundle: Path):
-    ran = subprocess.run([sys.executable, BENCHMARK, "--run", tiny_bundle], check=True, capture_output=True, text=True)
-    measured = int(ran.stdout.splitlines()[-1])
-    estimate = plan_load(read_bundle(tiny_bundle), 512 + 64).total
+    command = [sys.executable, "-c", RUN, str(tiny_bundle), str(TOKENS)]
+    measured = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    estimate = plan_load(read_bundle(tiny_bundle), TOKENS).total
     assert not off(estimate, measured), f"planned {estimate}, measured {measured}"
     # Planted errors: what is half as much again, or half, is noticed.
     assert off(1.5 * measured, measured)

@@ -72,13 +72,6 @@ def test_what_is_left_open_has_its_defaults(here: Callable[..., Any]):
     assert (config.compute_capabilities, spec.gpu) == ((), None)
 
 
-def test_what_is_asked_for_is_taken(here: Callable[..., Any]):
-    here()
-    asked = {"workspace": 1 << 20, "optimization_level": 0}
-    spec = resolve(**asked)
-    assert asked.items() <= vars(spec.config).items()
-
-
 @pytest.mark.parametrize(
     ("longest", "buckets"),
     [
@@ -101,17 +94,6 @@ def test_an_engine_of_tensorrt_rtx_is_for_many_gpus_unless_they_are_named(here: 
     here(rtx, RTX_4090)
     assert resolve("tensorrt-rtx").config.compute_capabilities == ()
     assert resolve("tensorrt-rtx", compute_capabilities="8.6, 8.9,8.6").config.compute_capabilities == ("8.6", "8.9")
-
-
-def test_an_engine_for_other_gpus_says_that_it_does_not_run_here(
-    here: Callable[..., Any], rtx: Any, caplog: pytest.LogCaptureFixture
-):
-    here(rtx, RTX_4090)
-    resolve("tensorrt-rtx")
-    resolve("tensorrt-rtx", compute_capabilities="8.9")
-    assert caplog.text == ""
-    resolve("tensorrt-rtx", compute_capabilities="8.6")
-    assert "8.6, NVIDIA GeForce RTX 4090 has 8.9: the engine does not run here" in caplog.text
 
 
 # ---------------------------------------------------------------------------------------------- precisions, workspace

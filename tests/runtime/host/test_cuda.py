@@ -19,7 +19,7 @@ from doubles.geometries import uniform
 from doubles.null_cuda import environment
 
 from llmc.bundle import Manifest
-from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError
+from llmc.errors import GpuError, LlmcError, ResourceError
 from llmc.runtime.host import cuda
 from llmc.runtime.host.cuda import COPIES, LEAST_COPIED, DeviceInfo, Driver, open_driver
 from llmc.runtime.kv.device_cache import DeviceCache
@@ -127,11 +127,6 @@ def test_opening_describes_the_gpu_and_takes_its_primary_context(api: Api):
     assert api.names().count("cuDevicePrimaryCtxRelease") == 1
 
 
-def test_any_visible_gpu_can_be_opened(api: Api):
-    assert Driver(api, 3).device.index == 3
-    assert ("cuDeviceGet", 3) in api.calls
-
-
 def test_each_thread_is_exempt_from_what_others_record_before_its_first_call(driver: Driver, api: Api):
     threads = [threading.Thread(target=driver.synchronize, args=(21,)) for _ in range(2)]
     for thread in threads:
@@ -142,14 +137,6 @@ def test_each_thread_is_exempt_from_what_others_record_before_its_first_call(dri
         assert api.calls[-2][1] == "thread local"
     driver.synchronize(21)
     assert api.names()[-2:] == ["cuStreamSynchronize"] * 2
-
-
-def test_a_recording_that_failed_is_ended_and_one_that_did_not_begin_is_none(driver: Driver, api: Api):
-    driver.drop_capture(21)
-    assert api.calls[-2:] == [("cuStreamEndCapture", 21), ("cuGraphDestroy", 31)]
-    api.codes["cuStreamEndCapture"] = CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
-    driver.drop_capture(21)
-    driver.synchronize(21)
 
 
 # ----------------------------------------------------------------------------------------------------------- bandwidth
@@ -180,14 +167,6 @@ def test_too_little_free_memory_tells_nothing_of_the_bandwidth(driver: Driver, a
         with pytest.raises(ResourceError, match=rf"takes 268 MB of free GPU memory, {free // 10**6} MB are free"):
             driver.copy_bandwidth()
     assert "cuMemAlloc" not in api.names()
-
-
-def test_memory_that_is_gone_before_it_is_taken_is_given_back(driver: Driver, api: Api):
-    api.answers["cuMemGetInfo"] = (8 * GIB, 8 * GIB)
-    api.codes["cuStreamCreate"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
-    with pytest.raises(ResourceError, match="making a stream failed"):
-        driver.copy_bandwidth()
-    assert api.names().count("cuMemFree") == 2
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
@@ -239,16 +218,6 @@ def test_a_driver_older_than_the_bindings_is_refused_with_both_remedies(api: Api
     api.answers["cuDriverGetVersion"] = (12060,)
     with pytest.raises(GpuError, match=r"speaks CUDA 12\.6, .* want 13\.0 .* 'cuda-bindings<13', or update the driver"):
         Driver(api)
-
-
-def test_missing_bindings_name_the_extras(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cuda, "require", missing)
-    with pytest.raises(MissingExtraError, match=r"'tensorrt', 'tensorrt-rtx' and 'gpu': pip install 'cuda-bindings"):
-        open_driver()
-
-
-def missing(module: str, extra: str) -> None:
-    raise MissingExtraError(f"{module} is not installed")
 
 
 def test_where_there_is_no_driver_opening_says_so():

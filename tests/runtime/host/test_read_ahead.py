@@ -1,7 +1,10 @@
-"""Files asked for before they are read: all of a file, in order, as long as the block runs, and only where it fits."""
+"""Files asked for before they are read: all of a file, in order, as long as the block runs, and only where it fits; and
+let go of afterwards."""
 
+import mmap
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from llmc.runtime.host import read_ahead as room
-from llmc.runtime.host.read_ahead import SHARE, STEP, read_ahead
+from llmc.runtime.host.read_ahead import SHARE, STEP, read_ahead, read_once
 
 PATIENCE_S = 30.0
 Asked = list[tuple[int, int]]
@@ -83,3 +86,24 @@ def test_a_file_that_would_fill_the_memory_is_left_alone(advised, monkeypatch, t
         with read_ahead(path):
             ended()
         assert len(asked) == steps
+
+
+def resident(path: Path) -> int:
+    """Kilobytes of a mapped file's pages that count as this process's."""
+    _, _, found = Path("/proc/self/smaps").read_text().partition(str(path))
+    return int(found.split("\nRss:")[1].split()[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the kernel does not tell")
+def test_pages_of_a_mapped_file_are_let_go_of_while_it_is_read_and_can_be_read_again(tmp_path):
+    path = tmp_path / "weights.bin"
+    path.write_bytes(content := os.urandom(STEP))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert mapped[:] == content and resident(path) == STEP // 1024
+        with read_once(mapped):
+            deadline = time.monotonic() + PATIENCE_S
+            while resident(path) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert resident(path) == 0
+            assert mapped[:] == content
+        assert resident(path) == 0

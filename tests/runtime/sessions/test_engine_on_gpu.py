@@ -1,20 +1,17 @@
 """The engine that serves requests, on TensorRT's session behind doubles: its tokens, and a GPU lost under it."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from doubles.speculators import Always
 
-from llmc.errors import EngineClosedError, GpuError, LlmcError
+from llmc.errors import LlmcError
 from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.api.request import Request
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.kv.prefix_cache import PrefixCache
 from llmc.runtime.sampling.params import SamplingParams
-from llmc.runtime.sessions.cuda.blocks import Outputs
 from llmc.runtime.text.tokenizer import Tokenizer
 
 PATIENCE = 120
@@ -39,8 +36,6 @@ MIXED: list[dict[str, Any]] = [
     {"temperature": 0.0, "prompt_logprobs": 1},
     {"temperature": 0.0, "logit_bias": ((5, 30.0),)},
 ]
-# Calls of the driver until the context is lost: while requests are admitted, fed, decoded and recorded.
-LOSSES = range(1, 232, 77)
 
 
 def requests(settings: list[dict[str, Any]]) -> list[Request]:
@@ -138,18 +133,6 @@ def test_drafts_are_verified_by_candidates_as_by_whole_rows(
     assert 0 < drafter.steps < len(wanted) - 1
 
 
-def test_candidates_of_other_tokens_give_other_tokens(bundle: Callable[..., Any], serve: Any, monkeypatch: Any):
-    wanted = serve(bundle(), requests(SETTINGS))[1]
-    rank = Outputs.rank
-
-    def mixed_up(outputs: Outputs, *given: Any) -> Any:
-        return np.vectorize(lambda ranked: replace(ranked, ids=np.roll(ranked.ids, 1)), [object])(rank(outputs, *given))
-
-    monkeypatch.setattr(Outputs, "rank", mixed_up)
-    found = serve(bundle(), requests(SETTINGS))[1]
-    assert all(mine != other for mine, other in zip(found, wanted, strict=True))
-
-
 @pytest.mark.parametrize(("settings", "rows"), [({"temperature": 0.0}, 0), ({"seed": 1}, 1)])
 def test_a_step_brings_down_candidates_and_a_row_only_where_it_is_needed(
     bundle: Callable[..., Any], serve: Any, settings: dict[str, Any], rows: int
@@ -159,32 +142,5 @@ def test_a_step_brings_down_candidates_and_a_row_only_where_it_is_needed(
         setup = bundle()
         serve(setup, requests([{**settings, "max_tokens": tokens}]))
         found.append(setup.driver.copied["host", "device"])
-    candidates, row = 256 * (4 + 8) + 256, 4 * 300  # logits, ids, and the sum in a block of its own
+    candidates, row = 256 * (4 + 8) + 256, 4 * 4096  # logits, ids, and the sum in a block of its own
     assert found[1] - found[0] == candidates + rows * row
-
-
-@pytest.mark.parametrize("calls", LOSSES)
-def test_wherever_the_context_is_lost_requests_fail_and_the_engine_ends(
-    bundle: Callable[..., Any], serve: Any, calls: int
-):
-    _, wanted = serve(bundle(), requests(SETTINGS))
-    setup = bundle()
-    session = setup.open()
-    setup.driver.lose = setup.driver._count + calls
-    engine, found = serve(setup, requests(SETTINGS), session)
-    lost = [item for item in found if isinstance(item, GpuError)]
-    assert lost and all(item.lost for item in lost)
-    assert all(item == want for item, want in zip(found, wanted, strict=True) if not isinstance(item, GpuError))
-    with pytest.raises(EngineClosedError, match="the GPU was lost"):
-        engine.submit(requests(SETTINGS)[0])
-    engine.close(then=session.close)  # of which nothing can be freed any more
-
-
-def test_a_call_that_the_engine_refuses_costs_its_requests_only(bundle: Callable[..., Any], serve: Any):
-    setup = bundle()
-    setup.library.fails_at = 6
-    engine, found = serve(setup, requests(SETTINGS))
-    failed = [item for item in found if isinstance(item, GpuError)]
-    assert failed and not any(item.lost for item in failed)
-    again = [outcome(engine.submit(request)) for request in requests(SETTINGS)]
-    assert not any(isinstance(item, LlmcError) for item in again)

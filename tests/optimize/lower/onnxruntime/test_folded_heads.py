@@ -11,6 +11,7 @@ from llmc.bundle import DECODER_FILE
 from llmc.optimize.build import build
 from llmc.optimize.judge.reference import empty_caches
 from llmc.optimize.lower.onnxruntime import folded_heads
+from llmc.optimize.recipe import Request
 
 pytest.importorskip("onnxruntime", "1.32", reason="older engines take one token in each of several rows")
 
@@ -114,8 +115,18 @@ def test_the_cache_is_written_in_place_and_no_further_than_the_manifest_says(exp
         assert np.unique(np.nonzero((array != 0).any(-1))[2]).tolist() == list(range(position, position + 1 + spare))
 
 
-@pytest.mark.parametrize(("precision", "minimum"), [("int8", "1.32"), ("fp32", "1.23")], ids=["folded", "one graph"])
-def test_a_bundle_says_which_engine_it_needs(exported, tmp_path, precision, minimum):
-    manifest = build(exported("llama-biases").export, tmp_path / "bundle", precision=precision, max_context=64).manifest
+@pytest.mark.parametrize(
+    ("request_", "minimum", "folds"),
+    [
+        (Request(precision="int8"), "1.32", [True, True]),
+        (Request(precision="int8", phases="split"), "1.32", [False, True]),
+        (Request(precision="int8", cache="float32"), "1.23", [False, False]),
+        (Request(precision="fp32"), "1.23", [False, False]),
+    ],
+    ids=["one graph", "two graphs", "float32 cache", "floats"],
+)
+def test_a_bundle_says_which_engine_it_needs(exported, tmp_path, request_, minimum, folds):
+    export = exported("llama-biases").export
+    manifest = build(export, tmp_path / "bundle", recipe=request_, max_context=64).manifest
     assert manifest.target.engine_minimum == minimum
-    assert [graph.overwritten > 0 for graph in manifest.graphs.values()] == [False, minimum == "1.32"]
+    assert [graph.overwritten > 0 for graph in manifest.graphs.values()] == folds

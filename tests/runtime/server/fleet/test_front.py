@@ -9,12 +9,11 @@ import pytest
 from starlette.testclient import TestClient
 from starlette.types import Message
 
-from llmc.runtime.server.anthropic.messages import PING
 from llmc.runtime.server.fleet.answers import LOST
-from llmc.runtime.server.fleet.calls import Call, ReplicaLostError
+from llmc.runtime.server.fleet.calls import Call, ReplicaLostError, session_of
 from llmc.runtime.server.fleet.front import ATTEMPTS, make_front
 from llmc.runtime.server.http.errors import ApiError
-from llmc.runtime.server.http.streams import DONE, HEARTBEAT, event
+from llmc.runtime.server.http.streams import DONE, event
 
 CHAT = "/v1/chat/completions"
 
@@ -46,10 +45,6 @@ class Scripted:
                 await asyncio.sleep(3600)
             yield one if isinstance(one, list) else [one]
 
-    async def metrics(self) -> dict[str, bytes]:
-        text = b'# HELP llmc_x Some.\n# TYPE llmc_x counter\nllmc_x_total{model="m"} 2.0\n'
-        return {"r1": text, "r2": text}
-
 
 def start(status: int = 200, kind: str = "text/event-stream") -> Message:
     return {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind.encode())]}
@@ -77,21 +72,13 @@ class TestLosing:
         assert (answer.status_code, answer.json()) == (200, {"whole": 1})
         assert replicas.calls[0] == replicas.calls[1]
 
-    def test_a_heartbeat_of_any_dialect_is_not_kept_back(self) -> None:
-        start_of = body(event({"type": "message_start"}, "message_start"))
-        answer = ask(Scripted([start(), start_of, body(PING), Lost], [start(), start_of, *END]), "/v1/messages")
-        assert answer.content == PING + start_of["body"] + DONE
+    def test_one_that_had_sent_its_headers_alone_goes_unnoticed(self) -> None:
+        answer = ask(Scripted([start(), Lost], [start(), ROLE, HELLO, *END]), stream=True)
+        assert answer.content == ROLE["body"] + HELLO["body"] + DONE
 
-    @pytest.mark.parametrize("before", [[], [ROLE], [body(HEARTBEAT), ROLE], [body(HEARTBEAT), ROLE, body(HEARTBEAT)]])
-    def test_one_whose_stream_had_only_begun_goes_unnoticed(self, before: list[Message]) -> None:
-        answer = ask(Scripted([start(), *before, Lost], [start(), ROLE, HELLO, *END]), stream=True)
-        beats = sum(piece["body"] == HEARTBEAT for piece in before)
-        assert answer.content == HEARTBEAT * beats + ROLE["body"] + HELLO["body"] + DONE
-
-    def test_one_that_had_spoken_ends_the_stream_with_an_error(self) -> None:
-        replicas = Scripted([start(), ROLE, HELLO, Lost])
-        answer = ask(replicas, stream=True)
-        assert answer.content.startswith(ROLE["body"] + HELLO["body"])
+    def test_one_whose_stream_had_begun_ends_the_stream_with_an_error(self) -> None:
+        answer = ask(Scripted([start(), ROLE, Lost]), stream=True)
+        assert answer.content.startswith(ROLE["body"])
         (last,) = [json.loads(line[6:]) for line in answer.text.splitlines()[-2:] if line]
         assert last["error"]["message"] == LOST and last["error"]["code"] == "replica_lost"
         assert b"[DONE]" not in answer.content
@@ -106,33 +93,18 @@ class TestLosing:
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
         assert len(replicas.calls) == ATTEMPTS
 
-    def test_all_after_a_heartbeat_is_an_event(self) -> None:
-        answer = ask(Scripted(*[[start(), body(HEARTBEAT), Lost]] * ATTEMPTS), stream=True)
-        assert answer.status_code == 200 and "server_error" in answer.text
-
-    def test_one_and_being_refused_by_the_next_after_a_heartbeat_is_an_event(self) -> None:
-        refusal = ApiError(429, "full", code="queue_full")
-        second = [start(429, "application/json"), body(json.dumps(refusal.body).encode(), more=False)]
-        answer = ask(Scripted([start(), body(HEARTBEAT), Lost], second), stream=True)
-        assert answer.content == HEARTBEAT + b"data: " + json.dumps(refusal.body).encode() + b"\n\n"
-
     @pytest.mark.parametrize(
-        ("path", "opening", "error"),
+        ("path", "error"),
         [
-            ("/v1/messages", ("message_start", "content_block_start"), {"type": "error"}),
-            (
-                "/v1/responses",
-                ("response.created", "response.in_progress"),
-                {"type": "error", "code": "replica_lost", "sequence_number": 3},
-            ),
+            ("/v1/messages", {"type": "error"}),
+            ("/v1/responses", {"type": "error", "code": "replica_lost", "sequence_number": 2}),
         ],
     )
-    def test_is_told_in_the_dialect_of_the_route(self, path: str, opening: Any, error: dict[str, Any]) -> None:
-        opened = [body(event({"type": name}, name)) for name in opening]
+    def test_is_told_in_the_dialect_of_the_route(self, path: str, error: dict[str, Any]) -> None:
         said = body(event({"type": "delta"}, "delta"))
-        answer = ask(Scripted([start(), *opened, Lost], [start(), *opened, said, Lost]), path)
+        answer = ask(Scripted([start(), said, said, Lost]), path)
         kinds = [line[7:] for line in answer.text.splitlines() if line.startswith("event: ")]
-        assert kinds == [*opening, "delta", "error"]
+        assert kinds == ["delta", "delta", "error"]
         assert error.items() <= json.loads(answer.text.splitlines()[-2][6:]).items()
 
 
@@ -141,11 +113,11 @@ class TestAnswers:
         answer = ask(Scripted([ApiError(429, "many wait", code="queue_full", retry_after_s=1)]))
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
 
-    def test_a_request_brings_its_prefix_and_what_the_guards_found(self) -> None:
+    def test_a_request_brings_its_session_and_what_the_guards_found(self) -> None:
         replicas = Scripted(JSON)
-        ask(replicas, messages=[{"role": "user", "content": "x" * 1000}])
+        ask(replicas, messages=[{"role": "user", "content": "x"}])
         call = replicas.calls[0]
-        assert len(call.prefix) > 5 and json.loads(call.body)["messages"]
+        assert call.session and json.loads(call.body)["messages"]
         assert (call.scope["method"], call.scope["path"], call.scope["root_path"]) == ("POST", CHAT, "")
 
     def test_live_is_the_front_itself(self) -> None:
@@ -157,11 +129,36 @@ class TestAnswers:
         with TestClient(make_front(Scripted([asyncio.sleep]))) as client:
             assert client.get("/ready").status_code == 503
 
-    def test_metrics_are_those_of_every_replica(self) -> None:
-        with TestClient(make_front(Scripted())) as client:
-            text = client.get("/metrics").text
-        assert text.count("# TYPE llmc_x_total counter") == 1
-        assert 'llmc_x_total{model="m",replica="r1"} 2.0\nllmc_x_total{model="m",replica="r2"} 2.0' in text
+    def test_metrics_are_left_to_ray(self) -> None:
+        replicas = Scripted()
+        with TestClient(make_front(replicas)) as client:
+            assert client.get("/metrics").status_code == 404 and replicas.calls == []
+
+
+def session(**asked: Any) -> str:
+    return session_of(json.dumps({"model": "m", **asked}).encode())
+
+
+USER, REPLY = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
+MARKED = {"role": "user", "content": [{"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}]}
+
+
+def test_the_turns_of_a_conversation_have_one_session() -> None:
+    first = session(messages=[USER])
+    assert first == session(messages=[USER, REPLY, {"role": "user", "content": "More"}], temperature=1)
+    assert first == session(messages=[MARKED]) == session(input="Hello")
+    others = [{"model": "n"}, {"system": "Be kind."}, {"messages": [REPLY]}]
+    assert len({first, *(session(**{"messages": [USER], **other}) for other in others)}) == len(others) + 1
+
+
+def test_a_clients_key_names_the_session() -> None:
+    one = session(prompt_cache_key="a", messages=[USER])
+    assert one == session(prompt_cache_key="a", messages=[REPLY]) != session(prompt_cache_key="b", messages=[USER])
+
+
+@pytest.mark.parametrize("asked", [b"", b"[]", b"{", b"[" * 10_000, b'{"prompt": [1, 2]}'])
+def test_a_request_without_texts_has_no_session(asked: bytes) -> None:
+    assert session_of(asked) == ""
 
 
 def run(app: Any, receive: Callable[[], Coroutine[Any, Any, Message]]) -> list[Message]:

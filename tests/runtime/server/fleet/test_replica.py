@@ -41,7 +41,7 @@ def serving(tiny_bundle: Path, tmp_path: Path) -> Serving:
 
 def ask(replica: Replica, **body: Any) -> Any:
     call = make_call(CALL, json.dumps({"prompt": "def", "temperature": 0, **body}).encode())
-    return replica.answer(call.scope, call.body, prefix=call.prefix)
+    return replica.answer(call.scope, call.body)
 
 
 async def whole(replica: Replica, **body: Any) -> dict[str, Any]:

@@ -149,7 +149,7 @@ async def test_a_replica_serves_the_stages_and_tells_clients_that_one_was_lost(c
         head: dict[str, Any] = {"type": "http", "path": "/v1/completions", "query_string": b""}
         sent = {"prompt": PROMPTS[0], "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         call = make_call({**head, "headers": [(b"content-type", b"application/json")]}, json.dumps(sent).encode())
-        found = replica.answer(call.scope, call.body, prefix=call.prefix)
+        found = replica.answer(call.scope, call.body)
         start, body = [it async for several in found for it in several if it["type"] != BILL]
         return start["status"], json.loads(body["body"])
 

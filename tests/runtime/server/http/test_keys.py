@@ -137,13 +137,6 @@ class TestRequests:
             assert ask(app, "/health", headers={"x-request-id": asked}).headers["x-request-id"].startswith("req_")
 
 
-@pytest.mark.parametrize(("scope", "expected"), [("key", "alice"), ("shared", None)])
-def test_prefixes_are_shared_where_a_setting_says_so(echo: Echo, tmp_path: Path, scope: Any, expected: str | None):
-    keys = keys_file(tmp_path, f'[alice]\nkey = "{ALICE}"')
-    ask(Guarded(echo, ServerConfig(keys_file=keys, prefix_cache_scope=scope)), headers={"x-api-key": ALICE})
-    assert echo.scope is not None and echo.scope["state"]["prefix_scope"] == expected
-
-
 class TestReload:
     def test_takes_new_keys_and_forgets_old_ones(self, app: Guarded, tmp_path: Path):
         keys_file(tmp_path, '[carol]\nkey = "sk-carol-0123456789"')

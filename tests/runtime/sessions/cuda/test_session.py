@@ -11,7 +11,7 @@ from doubles.cuda import FakeDriver
 from doubles.geometries import uniform
 
 from llmc.bundle import DeviceMemory, Limits, Manifest
-from llmc.errors import BundleError, GpuError, RequestError, ResourceError, UsageError
+from llmc.errors import BundleError, GpuError, RequestError, UsageError
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.session import DeviceSession
 
@@ -102,14 +102,6 @@ def test_addresses_are_forgotten_before_they_change(session: Idle):
     assert session.seen == [(0, 0), (1, 16)]
 
 
-def test_contents_go_through_the_cache(session: Idle):
-    session.cache.reserve(2, 16)
-    values = np.arange(4 * 2 * 5 * 16).astype(np.float16)
-    session.cache.write(0, 3, 8, values)
-    session.cache.copy(0, 1, 3, 8)
-    assert np.array_equal(session.cache.read(1, 3, 8), values)
-
-
 def test_a_call_ends_where_the_cache_does(session: Idle):
     session.cache.reserve(3, 16)
     assert session.call(np.zeros((2, 2), np.int64), [14, 3], first_row=1) == [16, 5]
@@ -132,16 +124,3 @@ def test_a_lost_context_is_said_at_once_from_then_on(session: Idle, driver: Fake
             call()
         assert caught.value.lost
     assert (sum(driver.calls.values()), session.doing) == (calls, doing)
-
-
-@pytest.mark.parametrize("error", [GpuError("once"), ResourceError("full"), UsageError("wrong")])
-def test_other_failures_end_with_their_call(session: Idle, error: Exception):
-    with pytest.raises(type(error)):
-        session.fail(error)
-    session.cache.reserve(1, 16)
-
-
-def test_what_a_call_gave_does_not_outlive_its_memory(session: Idle):
-    session._logits = np.ones((1, 1, 64), np.float32)
-    session.close()
-    assert session._logits.size == 0

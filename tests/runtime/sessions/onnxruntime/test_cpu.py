@@ -38,9 +38,9 @@ def opened(request: pytest.FixtureRequest) -> Iterator[tuple[Session, Manifest]]
 
 
 @pytest.fixture
-def session(tiny_bundle: Path) -> Iterator[Session]:
-    """A fresh int8 session with room for three rows."""
-    session = open_session(tiny_bundle, with_rows(read_bundle(tiny_bundle)), 1)
+def session(split_bundle: Path) -> Iterator[Session]:
+    """A fresh int8 session of two graphs with room for three rows."""
+    session = open_session(split_bundle, with_rows(read_bundle(split_bundle)), 1)
     session.cache.reserve(ROWS, 256)
     yield session
     session.close()

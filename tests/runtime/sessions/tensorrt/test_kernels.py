@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles.cuda import SERVER, FakeDriver
-from doubles.tensorrt import FakeTensorRT, KernelStrategy, RuntimeCache
+from doubles.tensorrt import FakeTensorRT, KernelStrategy
 
-from llmc.errors import GpuError, LlmcError, ResourceError
+from llmc.errors import GpuError
 from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.sessions.tensorrt import kernels as module
 
@@ -81,42 +81,6 @@ def test_kernels_are_kept_from_run_to_run(bundle: Callable[..., Any], kept: Path
     assert file.stat().st_mtime_ns == 0  # there was nothing new
 
 
-def test_kernels_of_one_rows_steps_are_compiled_and_kept_while_a_bundle_loads(
-    bundle: Callable[..., Any], caplog: pytest.LogCaptureFixture
-):
-    """Nothing is closed here, as if the process had been killed."""
-    setup = bundle()
-    first, second = compiling(setup), compiling(setup)
-    with caplog.at_level("INFO", logger=module.__name__):
-        session = first.open()
-        assert [shapes["cache_slots"] for shapes in first.library.contexts[0].history] == [(16,), (32,), (64,)]
-        assert len(first.library.compiled) == 3
-        assert (session.cache.rows, session.cache.capacity) == (0, 0)
-        assert caplog.text.count("kernels are compiled while the engine loads") == 1
-        second.open()
-    assert second.library.compiled == []
-    assert caplog.text.count("kernels are compiled while the engine loads") == 1
-
-
-def test_kernels_of_a_new_shape_are_kept_at_once_and_asked_for_once(
-    bundle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-):
-    serialized: list[int] = []
-    native = RuntimeCache.serialize
-    monkeypatch.setattr(RuntimeCache, "serialize", lambda self: (serialized.append(1), native(self))[1])
-    setup = bundle()
-    first, second = compiling(setup), compiling(setup)
-    for opened in (first, second):
-        session = opened.open()
-        session.cache.reserve(2, 16)
-        serialized.clear()
-        for past in range(4):
-            session.run(Batch(Phase.DECODE, np.array([[1], [2]]), np.array([past] * 2), np.zeros((2, 1), np.int64)))
-        assert len(serialized) == 1
-    assert len(first.library.compiled) == 3 + 1
-    assert second.library.compiled == []
-
-
 @pytest.mark.parametrize("content", [b"", b"no kernels", b'{"version": "1.0", "kernels": []}'])
 def test_kept_kernels_that_are_damaged_or_foreign_are_compiled_anew(
     bundle: Callable[..., Any], kept: Path, content: bytes
@@ -130,17 +94,3 @@ def test_kept_kernels_that_are_damaged_or_foreign_are_compiled_anew(
     assert np.array_equal(used(again), used(bundle()))
     assert len(again.library.compiled) == 3
     assert file.read_bytes() == good
-
-
-@pytest.mark.parametrize(("allocation", "run", "error"), [(8, 0, ResourceError), (0, 2, GpuError)])
-def test_a_load_that_fails_while_kernels_are_compiled_leaves_nothing_behind(
-    bundle: Callable[..., Any], allocation: int, run: int, error: type[LlmcError]
-):
-    """No memory is left for the cache, or the engine fails."""
-    setup = compiling(bundle())
-    setup.driver.fail_alloc, setup.library.fails_at = allocation, run
-    with pytest.raises(error, match="failed"):
-        setup.open()
-    assert setup.library.contexts != []
-    assert setup.driver.leaks == []
-    assert setup.driver.closed

@@ -73,12 +73,6 @@ def test_a_broken_installation_is_told_from_a_missing_one(error: Exception, monk
 # ------------------------------------------------------------------------------------------------------- logging
 
 
-def test_a_library_has_one_logger():
-    library = RecordedLibrary()
-    assert logger(library) is logger(library)
-    assert logger(library) is not logger(RecordedLibrary())
-
-
 def test_warnings_and_errors_are_collected_until_the_block_ends():
     library = RecordedLibrary()
     severity, native = library.ILogger.Severity, logger(library)

@@ -7,18 +7,17 @@ import numpy as np
 import pytest
 from doubles.cuda import ORIN
 
-from llmc.errors import GpuError, LlmcError, ResourceError, UsageError
+from llmc.errors import GpuError, LlmcError, ResourceError
 from llmc.runtime.sessions import Batch, Phase, Session
-from llmc.runtime.sessions.tensorrt import steps as steps_module
 from llmc.runtime.sessions.tensorrt.session import TensorRTSession
 
 # Largest difference of logits between the double, which attends to a bucket, and ONNX Runtime alone, which attends to
-# the whole cache: sums of other lengths round otherwise. Logits are of the size of 10.
+# the whole cache: sums of other lengths round otherwise.
 TOLERANCE = {"float32": 1e-4, "float16": 0.15}
-VOCAB, HIDDEN, LAYERS, KV, WIDTH = 300, 64, 2, 2, 16
+VOCAB = 4096
 GENERATOR = np.random.default_rng(0)
-PROMPTS = [GENERATOR.integers(0, VOCAB, length).tolist() for length in (5, 11, 23)]
-ANSWERS = [GENERATOR.integers(0, VOCAB, 12).tolist() for _ in PROMPTS]
+PROMPTS = [GENERATOR.integers(3, VOCAB, length).tolist() for length in (5, 11, 23)]
+ANSWERS = [GENERATOR.integers(3, VOCAB, 12).tolist() for _ in PROMPTS]
 
 
 def call(session: Session, tokens: Any, past: Any, outputs: Any, row: int = 0) -> np.ndarray:
@@ -71,16 +70,6 @@ def test_the_tolerance_notices_lengths_that_are_mixed_up(both: tuple[Session, Se
     assert np.abs(together(session, mixed_up=True) - together(reference)).max() > tolerance
 
 
-def test_the_caches_hold_the_same(both: tuple[Session, Session, float]):
-    session, reference, tolerance = both
-    for each in (session, reference):
-        together(each)
-    for row, prompt in enumerate(PROMPTS):
-        found, wanted = (each.cache.read(row, 0, len(prompt) + 12) for each in (session, reference))
-        assert found.dtype == wanted.dtype
-        assert np.abs(found.astype(float) - wanted.astype(float)).max() <= tolerance
-
-
 def test_drafts_are_verified_row_by_row_and_equal_single_steps(both: tuple[Session, Session, float]):
     session, reference, tolerance = both
     for each in (session, reference):
@@ -96,7 +85,7 @@ def test_drafts_are_verified_row_by_row_and_equal_single_steps(both: tuple[Sessi
 
 def test_more_tokens_than_the_profile_takes_are_fed_in_chunks(both: tuple[Session, Session, float]):
     session, reference, tolerance = both
-    long = GENERATOR.integers(0, VOCAB, 40).tolist()
+    long = GENERATOR.integers(3, VOCAB, 40).tolist()
     assert np.abs(prefill(session, long) - prefill(reference, long)).max() <= tolerance
     assert np.abs(decode(session, [3], [39]) - decode(reference, [3], [39])).max() <= tolerance
 
@@ -122,25 +111,6 @@ def test_more_rows_than_the_profile_takes_are_served_in_turns(bundle: Callable[.
     assert [shapes["input_ids"] for shapes in setup.library.contexts[0].history] == [(3, 1), (1, 1)]
 
 
-def test_a_call_may_ask_for_no_logits(session: TensorRTSession):
-    empty = call(session, [PROMPTS[2][:20]], [0], [[]])
-    assert empty.shape == (1, 0, VOCAB)
-    assert call(session, [PROMPTS[2][20:21]], [20], [[]]).shape == (1, 0, VOCAB)
-    rest = prefill(session, PROMPTS[2][21:], past=21)
-    assert np.abs(rest - prefill(session, PROMPTS[2], row=1)).max() <= TOLERANCE["float32"]
-
-
-def test_rows_do_not_touch_their_neighbours(session: TensorRTSession):
-    for row, prompt in enumerate(PROMPTS):
-        prefill(session, prompt, row)
-    before = [session.cache.read(row, 0, len(prompt)) for row, prompt in enumerate(PROMPTS)]
-    for i in range(4):
-        decode(session, [7 + i], [11 + i], row=1)
-    for row in (0, 2):
-        assert np.array_equal(session.cache.read(row, 0, len(PROMPTS[row])), before[row])
-    assert np.array_equal(session.cache.read(1, 0, 11), before[1])
-
-
 # ------------------------------------------------------------------------------------------------ cache and limits
 
 
@@ -154,31 +124,6 @@ def test_attention_looks_at_the_smallest_bucket_that_is_enough(bundle: Callable[
     decode(session, [1, 1], [3, 20])
     looked_at = [shapes["cache_slots"][0] for shapes in setup.library.contexts[0].history]
     assert looked_at == [16, 16, 32, 32, 64, 64, 32]
-
-
-def test_a_call_beyond_the_cache_is_refused_before_it_writes(session: TensorRTSession):
-    prefill(session, PROMPTS[0])
-    before = session.cache.read(0, 0, 64)
-    for tokens, past, row in (([[7]], [64], 0), ([[7], [7]], [5, 5], 2), ([[7]] * 4, [5] * 4, 0)):
-        with pytest.raises(UsageError, match="the cache has 3 rows of 64; reserve room first"):
-            call(session, tokens, past, [[0]] * len(tokens), row)
-    assert np.array_equal(session.cache.read(0, 0, 64), before)
-
-
-def test_contents_move_between_rows_and_sessions(session: TensorRTSession, bundle: Callable[..., Any]):
-    prefill(session, PROMPTS[1], row=2)
-    want = decode(session, [7], [11], row=2)
-    session.cache.copy(2, 0, 0, 11)
-    assert np.array_equal(decode(session, [7], [11]), want)
-    values = session.cache.read(2, 0, 11)
-    assert values.shape == (2 * LAYERS * KV * 11 * WIDTH,)
-    other = bundle().open()
-    other.cache.reserve(1, 12)
-    other.cache.write(0, 0, 11, values)
-    assert np.array_equal(decode(other, [7], [11]), want)
-    session.cache.write(1, 0, 11, values)
-    session.cache.copy(0, 1, 3, 3)
-    assert np.array_equal(decode(session, [7], [11], row=1), want)
 
 
 # --------------------------------------------------------------------------------------------------------- recording
@@ -214,38 +159,6 @@ def test_steps_that_alternate_are_recorded_and_equal_plain_ones(bundle: Callable
         assert counts == ((3 + 2, 3 + 3 + 1 + 3 + 3) if records else (0, 0))
     half = len(found) // 2
     assert all(np.array_equal(*pair) for pair in zip(found[:half], found[half:], strict=True))
-
-
-def test_long_calls_leave_recorded_steps_alone(bundle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(steps_module, "RECORDED_TOKENS", 11)
-    setup = bundle()
-    session = setup.open()
-    session.cache.reserve(2, 64)
-    for past in range(2):
-        decode(session, [1], [past])
-    for length in range(5, 5 + steps_module.KEPT_STEPS):
-        call(session, [[1] * 12], [length], [[11]], row=1)
-    assert setup.driver.calls["begin_capture"] == 1
-    for past in range(2, 4):
-        decode(session, [1], [past])
-    assert setup.driver.calls["launch"] == 2
-
-
-def test_short_drafts_are_recorded_and_long_chunks_are_not(bundle: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
-    setup = bundle()
-    session = setup.open()
-    session.cache.reserve(1, 64)
-    for _ in range(3):
-        call(session, [[1, 2, 3]], [4], [[0, 1, 2]])
-    assert setup.driver.calls["launch"] == 1
-    for _ in range(4):
-        call(session, [[1] * 12], [4], [[11]])
-    assert setup.driver.calls["launch"] == 1 + 2
-    monkeypatch.setattr(steps_module, "RECORDED_TOKENS", 11)
-    session.cache.reserve(2, 64)
-    for _ in range(3):
-        call(session, [[1] * 12], [4], [[11]])
-    assert setup.driver.calls["launch"] == 1 + 2
 
 
 def test_a_library_that_cannot_be_recorded_is_run_plainly(bundle: Callable[..., Any]):

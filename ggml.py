@@ -1,0 +1,210 @@
+"""GGML's block types, in which GGUF files hold matrices: w = code * scale + offset, with codes of 4 or 8 bits.
+
+Tables say where the numbers lie in a block's bytes. numpy reads blocks by them here, and :mod:`llmc.export.ggml_ops`
+makes ONNX functions of them. Small blocks begin with a scale in float16 (and a minimum); large ones, of 256 weights,
+have integers that multiply one.
+Source: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h and ggml-quants.c
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.inventory import Codes
+
+Bytes = NDArray[np.uint8]
+Array = NDArray[Any]
+
+# Values that the sixteen codes of a type stand for.
+_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+NIBBLES, CRUMBS, BITS = (0, 4), (0, 2, 4, 6), range(8)
+
+
+@dataclass(frozen=True, eq=False)
+class Bits:
+    """A field of bits for each number of a block: ``((bytes[at] >> shift) & mask) << up``.
+
+    Attributes:
+        at: places in the block, int64 [n].
+        shift, mask: uint8 [n].
+        up: place of the field in the number.
+    """
+
+    at: NDArray[np.int64]
+    shift: Bytes
+    mask: Bytes
+    up: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Numbers:
+    """The numbers of a block: ``values[bits]``, times the float16 at byte ``half``.
+
+    Attributes:
+        bits: fields that make up an index of ``values`` together; none where the float16 is the only number.
+        values: int8 or float32, by index.
+        half: None where nothing multiplies the values.
+    """
+
+    bits: tuple[Bits, ...]
+    values: Array
+    half: int | None = None
+
+    def index(self, blocks: Bytes) -> Bytes:
+        """Blocks uint8 [R, bytes] -> the indices of their numbers, uint8 [R, n]."""
+        fields = [(blocks.take(it.at, 1) >> it.shift & it.mask) << np.uint8(it.up) for it in self.bits]
+        found: Bytes = np.bitwise_or.reduce(fields) if len(fields) > 1 else fields[0]
+        return found
+
+    def read(self, blocks: Bytes) -> Array:
+        """Blocks uint8 [R, bytes] -> their numbers [R, n], float32 where a float16 multiplies them."""
+        if self.half is None:
+            return self.values.take(self.index(blocks))
+        factor = np.ascontiguousarray(blocks[:, self.half : self.half + 2]).view(np.float16).astype(np.float32)
+        product: Array = factor * self.values.take(self.index(blocks)) if self.bits else factor
+        return product
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A block type.
+
+    Attributes:
+        size: bytes of a block.
+        bits: of a code in a bundle, 4 or 8.
+        codes: int8, one for each weight.
+        scales: float32, one for each ``block`` weights.
+        minima: float32, as many; None where all are zero.
+        middle: what was subtracted from unsigned codes, so that an offset is a minimum and ``middle`` scales.
+    """
+
+    size: int
+    bits: int
+    codes: Numbers
+    scales: Numbers
+    minima: Numbers | None = None
+    middle: int = 0
+
+    @property
+    def weights(self) -> int:
+        """Weights of a block of bytes."""
+        return len(self.codes.bits[0].at)
+
+    @property
+    def block(self) -> int:
+        """Weights that share a scale."""
+        return self.weights // (len(self.scales.bits[0].at) if self.scales.bits else 1)
+
+    @property
+    def kind(self) -> Codes:
+        """The integers of a matrix in these blocks."""
+        return Codes(self.bits, self.block, zero_points=False, offsets=self.minima is not None)
+
+    def offsets(self, blocks: Bytes) -> Array | None:
+        """Blocks uint8 [R, bytes] -> offsets float32 [R, scales]; None where all are zero."""
+        if self.minima is None:
+            return None
+        found: Array = self.minima.read(blocks) + self.scales.read(blocks) * np.float32(self.middle)
+        return found
+
+    def unpack(self, rows: Bytes) -> NDArray[np.float32]:
+        """Rows of blocks uint8 [N, bytes] -> the weights float32 [N, K]."""
+        blocks = rows.reshape(-1, self.size)
+        values: Array = self.codes.read(blocks) * np.repeat(self.scales.read(blocks), self.block, 1)
+        if (offsets := self.offsets(blocks)) is not None:
+            values += np.repeat(offsets, self.block, 1)
+        return values.reshape(len(rows), -1)
+
+
+def _run(first: int, count: int, run: int, shifts: Sequence[int], width: int, up: int = 0) -> Bits:
+    """Fields of ``width`` bits from ``count`` bytes: those at the first shift of a run of bytes, then at the next."""
+    at, shift = np.broadcast_arrays(
+        (first + np.arange(count)).reshape(-1, 1, run), np.array(shifts, np.uint8).reshape(1, -1, 1)
+    )
+    return Bits(at.ravel(), shift.ravel(), np.full(at.size, (1 << width) - 1, np.uint8), up)
+
+
+def _beside(*parts: Bits) -> Bits:
+    """The fields of the first part, then of the next."""
+    at, shift, mask = (np.concatenate([getattr(it, name) for it in parts]) for name in ("at", "shift", "mask"))
+    return Bits(at, shift, mask, parts[0].up)
+
+
+def _codes(middle: int, *bits: Bits) -> Numbers:
+    width = max(it.up + int(it.mask[0]).bit_length() for it in bits)
+    return Numbers(bits, (np.arange(1 << width) - middle).astype(np.int8))
+
+
+def _scales(half: int, *bits: Bits, middle: int = 0, sign: int = 1) -> Numbers:
+    """Integers of 8 bits at most, less ``middle``, times a float16; with no bits the float16."""
+    return Numbers(bits, (np.arange(256, dtype=np.float32) - middle) * sign, half)
+
+
+def _small(size: int, bits: int, codes: Numbers, middle: int | None = None) -> Layout:
+    """Blocks with a scale in float16, and with ``middle`` a minimum behind it."""
+    minima = None if middle is None else _scales(2)
+    return Layout(size, bits, codes, _scales(0), minima, middle or 0)
+
+
+def _five_bits(middle: int, high: int) -> Numbers:
+    return _codes(middle, _run(high + 4, 16, 16, NIBBLES, 4), _run(high, 4, 1, BITS, 1, up=4))
+
+
+# Eight scales and minima of 6 bits; the upper bits of the last four lie above the first eight.
+_K_HIGH = {
+    at: Bits(np.arange(at - 4, at + 4), np.full(8, 6, np.uint8), np.array([0] * 4 + [3] * 4, np.uint8), 4)
+    for at in (4, 8)
+}
+_K_SCALES = _scales(0, _beside(_run(4, 4, 4, (0,), 6), _run(12, 4, 4, (0,), 4)), _K_HIGH[4])
+_K_MINIMA = _scales(2, _beside(_run(8, 4, 4, (0,), 6), _run(12, 4, 4, (4,), 4)), _K_HIGH[8], sign=-1)
+_SIGNED = np.arange(256).astype(np.uint8).view(np.int8)
+
+LAYOUTS: dict[str, Layout] = {
+    "Q4_0": _small(18, 4, _codes(8, _run(2, 16, 16, NIBBLES, 4))),
+    "Q4_1": _small(20, 4, _codes(8, _run(4, 16, 16, NIBBLES, 4)), 8),
+    "Q5_0": _small(22, 8, _five_bits(16, 2)),
+    "Q5_1": _small(24, 8, _five_bits(16, 4), 16),
+    "Q8_0": _small(34, 8, Numbers((_run(2, 32, 32, (0,), 8),), _SIGNED)),
+    "Q2_K": Layout(
+        84,
+        4,
+        _codes(2, _run(16, 64, 32, CRUMBS, 2)),
+        _scales(80, _run(0, 16, 16, (0,), 4)),
+        _scales(82, _run(0, 16, 16, (4,), 4), sign=-1),
+        2,
+    ),
+    "Q3_K": Layout(
+        110,
+        4,
+        _codes(4, _run(32, 64, 32, CRUMBS, 2), _run(0, 32, 32, BITS, 1, up=2)),
+        _scales(108, _run(96, 8, 8, NIBBLES, 4), _run(104, 4, 4, CRUMBS, 2, up=4), middle=32),
+    ),
+    "Q4_K": Layout(144, 4, _codes(8, _run(16, 128, 32, NIBBLES, 4)), _K_SCALES, _K_MINIMA, 8),
+    "Q5_K": Layout(
+        176, 8, _codes(16, _run(48, 128, 32, NIBBLES, 4), _run(16, 32, 32, BITS, 1, up=4)), _K_SCALES, _K_MINIMA, 16
+    ),
+    "Q6_K": Layout(
+        210,
+        8,
+        _codes(32, _run(0, 128, 64, NIBBLES, 4), _run(128, 64, 32, CRUMBS, 2, up=4)),
+        Numbers((_run(192, 16, 16, (0,), 8),), _SIGNED.astype(np.float32), 208),
+    ),
+    "IQ4_NL": _small(18, 8, Numbers((_run(2, 16, 16, NIBBLES, 4),), _IQ4)),
+    "IQ4_XS": Layout(
+        136,
+        8,
+        Numbers((_run(8, 128, 16, NIBBLES, 4),), _IQ4),
+        _scales(0, _run(4, 4, 1, NIBBLES, 4), _run(2, 2, 1, CRUMBS, 2, up=4), middle=32),
+    ),
+    # The table holds doubled values, and a scale half of 2^(e - 127).
+    "MXFP4": Layout(
+        17,
+        8,
+        Numbers((_run(1, 16, 16, NIBBLES, 4),), _FP4),
+        Numbers((_run(0, 1, 1, (0,), 8),), np.ldexp(np.float32(1), np.arange(256) - 128)),
+    ),
+}
