@@ -7,7 +7,7 @@ Source: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h and ggml-
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -103,6 +103,13 @@ class Layout:
     def kind(self) -> Codes:
         """The integers of a matrix in these blocks."""
         return Codes(self.bits, self.block, zero_points=False, offsets=self.minima is not None)
+
+    @property
+    def table_kind(self) -> Codes:
+        """The integers of a table in these blocks, in the fewest bits that hold every code."""
+        codes = self.codes.values
+        bits = max(int(codes.max()), ~int(codes.min())).bit_length() + 1
+        return replace(self.kind, bits=bits, half=not self.scales.bits)
 
     def offsets(self, blocks: Bytes) -> Array | None:
         """Blocks uint8 [R, bytes] -> offsets float32 [R, scales]; None where all are zero."""

@@ -66,11 +66,12 @@ class Codes:
     """Integers that a checkpoint stores a weight as.
 
     Attributes:
-        bits: of each.
+        bits: of each; 4 or 8 of linears and experts, of tables the fewest that hold every code.
         block: inputs that share a scale.
         zero_points: whether each block has one.
         offsets: whether each block has a float that is added to what its integers stand for.
         kind: ``mxfp4`` are floats of 4 bits (E2M1), with powers of two for scales, which experts alone have.
+        half: whether scales are numbers of float16; told of tables alone.
     """
 
     bits: Annotated[int, range(1, 9)]
@@ -78,6 +79,7 @@ class Codes:
     zero_points: bool
     offsets: bool = False
     kind: Literal["integer", "mxfp4"] = "integer"
+    half: bool = False
 
 
 @dataclass(frozen=True)
@@ -571,6 +573,8 @@ class Geometry:
         long_after: tokens of a text beyond which its ropes have other factors (longrope), 0 where they never change;
             the graph asks for the length of each row's text.
         head: of a draft head: the decoder takes a row for each token, another model's hidden states and its own.
+        table_codes, per_layer_codes: the integers that the checkpoint stores the embedding's table and that of inputs
+            for each layer as, None where they are floats.
     """
 
     model_type: str
@@ -594,12 +598,17 @@ class Geometry:
     diffusion: Diffusion | None = None
     head: DraftHead | None = None
     long_after: Annotated[int, range(1 << 25)] = 0
+    table_codes: Codes | None = None
+    per_layer_codes: Codes | None = None
 
     @property
-    def table(self) -> Linear:
-        """The embedding's table as if it were a linear: a row for each token."""
+    def tables(self) -> tuple[Linear, ...]:
+        """The embedding's table and, where each layer has an input of its own, that of these, as if they were linears:
+        a row for each token."""
         width = self.head.own_width if self.head else self.hidden_size
-        return Linear(EMBEDDING, self.vocab_size, width, False, EMBEDDING, "", None)
+        listed = [(EMBEDDING, width, self.table_codes), (PER_LAYER, self.layers * self.per_layer, self.per_layer_codes)]
+        rows = self.vocab_size
+        return tuple(Linear(name, rows, width, False, name, "", None, codes) for name, width, codes in listed if width)
 
     @property
     def row_width(self) -> int:

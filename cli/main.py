@@ -17,7 +17,6 @@ VERBS = {
     "export": "llmc.cli.export:export_command",
     "plan": "llmc.cli.plan:plan_command",
     "build": "llmc.cli.build:build_command",
-    "distill": "llmc.cli.distill:distill_command",
     "adapter": "llmc.cli.adapter:adapter_command",
     "run": "llmc.cli.run:run_command",
     "chat": "llmc.cli.chat:chat_command",

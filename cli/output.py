@@ -98,8 +98,9 @@ def amount(count: int) -> str:
 def weights_of(source: Source, geometry: Geometry, built: bool = False) -> str:
     """The number of parameters and their type, or the bits of their codes."""
     codes = [*(linear.codes for linear in geometry.linears), *(item.codes for item in geometry.mixtures)]
+    codes += [geometry.table_codes, geometry.per_layer_codes]
     bits = sorted({each.bits for each in codes if each})
-    stored = f"codes of {' and '.join(map(str, bits))} bits" if bits else source.dtype
+    stored = f"codes of {', '.join(map(str, bits))} bits" if bits else source.dtype
     return f"{amount(source.parameters)} parameters, {'made from ' if built else ''}{stored}"
 
 

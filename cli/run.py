@@ -64,7 +64,7 @@ def run_command(
             "with -p"
         )
     text = "" if talk else read_prompt(prompt, bundle)
-    with load(bundle, **collect_load_options(options)) as model:
+    with load(bundle, **{"draft": "auto", **collect_load_options(options)}) as model:
         if chat:
             refuse_without_template(model)
         if talk:

@@ -826,7 +826,7 @@ def drafts_keep_bits(manifest: Manifest, level: Determinism) -> bool:
     if manifest.geometry.diffusion:
         return False
     kept = manifest.graphs["decode"].invariance
-    alike = kept.single and kept.tokens > 0 and kept.outputs == 1
+    alike = kept.single and kept.rows == 1 and kept.tokens > 0 and kept.outputs == 1
     one_graph = manifest.graphs["prefill"].file == manifest.graphs["decode"].file
     return level is Determinism.STRICT or (level is Determinism.FAST and one_graph and alike)
 

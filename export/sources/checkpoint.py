@@ -24,6 +24,7 @@ from llmc.export.sources.processor import IMAGES_FILE, PROCESSOR_FILE, read_visi
 from llmc.export.sources.quantization import read_quantization
 from llmc.export.sources.safetensors import DTYPE_NAMES, FLOATS, StoredTensor, read_shards
 from llmc.export.sources.tokens import cut_tokenizer, read_tokens
+from llmc.ggml import LAYOUTS
 from llmc.origin import find_own_file, fingerprint
 
 CONFIG_FILE = bundle.CONFIG_FILE
@@ -69,15 +70,16 @@ class Checkpoint:
 
 
 def with_codes(geometry: bundle.Geometry, tensors: Mapping[str, Weight]) -> bundle.Geometry:
-    """The inventory with the codes of those linears whose weights are quantized."""
+    """The inventory with the codes of those linears and tables whose weights are quantized."""
     names = {linear.name: f"{linear.name}.weight" for linear in geometry.linears}
     names |= {inventory.HEAD: EMBEDDING} if geometry.tied_head else {}
     found = {name: tensors.get(weight) for name, weight in names.items()}
     kinds = {name: tensor.kind for name, tensor in found.items() if isinstance(tensor, QuantizedTensor | GgmlTensor)}
-    if geometry.tied_head and inventory.HEAD in kinds and kinds[inventory.HEAD].offsets:
-        del kinds[inventory.HEAD]  # a table that rows are read from has no place for minima
     linears = tuple(replace(linear, codes=kinds.get(linear.name)) for linear in geometry.linears)
-    return replace(geometry, linears=linears, mixtures=tuple(_with_codes(it, tensors) for it in geometry.mixtures))
+    mixtures = tuple(_with_codes(it, tensors) for it in geometry.mixtures)
+    tables = (tensors.get(f"{name}.weight") for name in (inventory.EMBEDDING, inventory.PER_LAYER))
+    table, per_layer = (LAYOUTS[it.dtype].table_kind if isinstance(it, GgmlTensor) else None for it in tables)
+    return replace(geometry, linears=linears, mixtures=mixtures, table_codes=table, per_layer_codes=per_layer)
 
 
 def _with_codes(item: inventory.Experts, tensors: Mapping[str, Weight]) -> inventory.Experts:

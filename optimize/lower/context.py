@@ -11,7 +11,7 @@ import onnx_ir as ir
 from llmc.bundle import Geometry, Limits, Recipe
 from llmc.errors import BuildError, UsageError
 from llmc.exported import CodedTensor
-from llmc.inventory import HEAD, SCORE, SENSITIVE, Attention, Codes, Experts, Linear
+from llmc.inventory import EMBEDDING, HEAD, SCORE, SENSITIVE, Attention, Codes, Experts, Linear
 from llmc.optimize.quantize.grid import Float, Grid
 from llmc.optimize.weights.file import WeightFile
 from llmc.optimize.weights.store import Calibrated
@@ -52,6 +52,11 @@ class Mxfp4:
 
 
 @dataclass(frozen=True)
+class OwnCodes:
+    """Rows of a table as the checkpoint's codes, in the fewest bits that hold them, with its scales and offsets."""
+
+
+@dataclass(frozen=True)
 class PerToken:
     """int8 weights with a scale per output, int8 activations with a scale per token (W8A8)."""
 
@@ -70,7 +75,7 @@ HEAD_BLOCK = 32
 # Values from which a head is worth a call of its own in each step, of 0.05 ms: a tenth of a small model's weights.
 LARGE_HEAD = 2**24
 
-QuantConfig = Float32 | Float16 | Computed | WeightOnly | Mxfp4 | PerToken | Static
+QuantConfig = Float32 | Float16 | Computed | WeightOnly | Mxfp4 | OwnCodes | PerToken | Static
 
 
 @dataclass(frozen=True)
@@ -159,10 +164,6 @@ class LoweringContext:
         the type of activations."""
         return ir.DataType.FLOAT16 if self.cache == "float16" else self.type
 
-    @property
-    def embedding(self) -> QuantConfig:
-        return choose_embedding_config(self.quant, self.geometry.tied_head)
-
     def keeps(self, module: str, tensor: CodedTensor) -> bool:
         """True if the linear called ``module`` is stored as the checkpoint's own integers."""
         config = self.quant.of(module)
@@ -177,17 +178,18 @@ class LoweringContext:
         return found
 
 
-def choose_embedding_config(stored: QuantConfigs, tied: bool) -> QuantConfig:
-    """A tied embedding shares the head's bytes. Rows of an untied one cost nothing per step: they keep 8 bits.
+def choose_table_config(stored: QuantConfigs, geometry: Geometry, table: Linear) -> QuantConfig:
+    """The storage of one of :attr:`Geometry.tables`. A tied embedding shares the head's bytes; any other table keeps
+    the checkpoint's codes or, if it has none and the head has integers, 8 bits.
 
-    TensorRT gathers no integers: its embedding has the type of activations.
+    TensorRT gathers no integers: its tables have the type of activations.
     """
-    head = stored.of(HEAD)
-    if not isinstance(head, WeightOnly):
-        return head
-    if head.grid.positive:
+    head, tied = stored.of(HEAD), geometry.tied_head and table.name == EMBEDDING
+    if isinstance(head, Computed) or (isinstance(head, WeightOnly) and head.grid.positive):
         return Computed()
-    return head if tied else WeightOnly(Grid(8, head.grid.block))
+    if table.codes is not None and not tied:
+        return OwnCodes()
+    return WeightOnly(Grid(8, head.grid.block)) if isinstance(head, WeightOnly) and not tied else head
 
 
 def without_rotation(recipe: Recipe) -> Recipe:

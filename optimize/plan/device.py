@@ -5,8 +5,8 @@ from pathlib import Path
 
 from llmc.bundle import CACHE_BYTES, MOST_CANDIDATES, DeviceMemory, EngineConfig, Geometry, Limits, MemoryPlan, Recipe
 from llmc.inventory import HEAD
-from llmc.optimize.lower.context import Computed, Float16, Float32, choose_embedding_config, quant_configs
-from llmc.optimize.plan.memory import HOST, INTERPRETER, LOGITS_COPIES, MB, activation_bytes, linear_bytes
+from llmc.optimize.lower.context import Computed, Float16, Float32, choose_table_config, quant_configs
+from llmc.optimize.plan.memory import HOST, INTERPRETER, LOGITS_COPIES, MB, activation_bytes, linear_bytes, table_bytes
 from llmc.runtime.bench.stages import TOKENIZER_FACTOR
 from llmc.runtime.sessions.tensorrt.steps import KEPT_STEPS
 
@@ -41,7 +41,7 @@ def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe) -> DeviceMem
     """The GPU's memory that loading and running a bundle takes."""
     size = CACHE_BYTES[recipe.compute]
     stored = next(iter(quant_configs(recipe, geometry).values()))
-    embedding = choose_embedding_config(stored, geometry.tied_head)
+    table = geometry.tables[0]
     shared = geometry.tied_head and isinstance(stored.of(HEAD), FLOATS)  # the head reads the table, transposed
     chunk = min(limits.prefill_chunk, limits.max_context)
     attention = attention_bytes(geometry, recipe, chunk, limits.max_context)
@@ -51,10 +51,10 @@ def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe) -> DeviceMem
     timed = size * TIMED_ROWS * (largest.inputs + largest.outputs) + largest.size if blocked else 0
     recorded = KEPT_STEPS * RECORDED_LAYER * geometry.layers if recipe.phases == "single" else 0
     held = [(linear, stored.of(linear.name)) for linear in geometry.linears]
-    held += [] if shared else [(geometry.linear[HEAD], embedding)]
+    rows = 0 if shared else table_bytes(table, choose_table_config(stored, geometry, table), compute=size)
     return DeviceMemory(
         context=CONTEXT,
-        weights=sum(linear_bytes(linear, config, compute=size) for linear, config in held),
+        weights=sum(linear_bytes(linear, config, compute=size) for linear, config in held) + rows,
         workspace=max(activation_bytes(geometry, chunk, size) + attention + expanded + recorded, timed),
         cache_per_token=geometry.cache_bytes(1, bytes_per_value=size),
         logits=ROW_COPIES * 4 * geometry.vocab_size + CANDIDATE * MOST_CANDIDATES,

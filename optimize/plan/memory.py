@@ -8,18 +8,19 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from llmc.bundle import CACHE_BYTES, DeviceMemory, Geometry, Limits, Manifest, MemoryPlan, Recipe
-from llmc.inventory import HEAD, MOST_MASKS, Experts, Linear
+from llmc.inventory import EMBEDDING, HEAD, MOST_MASKS, PER_LAYER, Experts, Linear
 from llmc.optimize.judge.evaluate import WINDOW
 from llmc.optimize.lower.context import (
     Computed,
     Float16,
     Mxfp4,
+    OwnCodes,
     PerToken,
     QuantConfig,
     QuantConfigs,
     Static,
     WeightOnly,
-    choose_embedding_config,
+    choose_table_config,
     choose_tower_configs,
     quant_configs,
     shares_head,
@@ -158,16 +159,33 @@ def bundle_bytes(geometry: Geometry, recipe: Recipe, limits: Limits, tokenizer_b
             config = configs.stored(item.name)
             parts = item.count * sum(_file_bytes(part, config) for part in item.parts)
             stored[item.name, config, rotated] = _coded_bytes(item) if isinstance(config, Mxfp4) else parts
-        table = choose_embedding_config(configs, geometry.tied_head)
-        if not geometry.tied_head:
-            stored["", table, False] = _file_bytes(geometry.table, table)
-        if geometry.per_layer:
-            rows = replace(geometry.table, inputs=geometry.layers * geometry.per_layer)
-            stored[" ", table, False] = _file_bytes(rows, table)
+        for table in geometry.tables:
+            config = choose_table_config(configs, geometry, table)
+            shares = geometry.tied_head and table.name == EMBEDDING
+            stored[table.name, config, False] = (_offset_bytes if shares else table_bytes)(table, config)
     tower, linears = choose_tower_configs(configs), geometry.vision.linears if geometry.vision else ()
     seen = sum(_file_bytes(linear, tower.of(linear.name)) for linear in linears)
     adapters = sum(weight_bytes(geometry, without_rotation(recipe)).values()) if limits.adapters else 0
     return sum(stored.values()) + seen + adapters + tokenizer_bytes
+
+
+def table_bytes(table: Linear, config: QuantConfig, compute: int = 0) -> int:
+    """Bytes of a table, on disk as in memory: rows are read where they are mapped. ``compute`` as of a linear."""
+    if isinstance(config, OwnCodes):
+        codes = table.codes
+        assert codes is not None
+        scales = (2 if codes.half else 4) * table.size // codes.block
+        return codes.bits * table.size // 8 + scales + _offset_bytes(table, config)
+    if isinstance(config, WeightOnly):
+        plain = WeightOnly(replace(config.grid, shifted=False))
+        return linear_bytes(table, plain, compute=compute) + _offset_bytes(table, config)
+    return linear_bytes(table, config, compute=compute) if compute else _file_bytes(table, config)
+
+
+def _offset_bytes(table: Linear, config: QuantConfig) -> int:
+    """Bytes of the offsets of a table's codes, which are float32: those of a head are rounded."""
+    kept = isinstance(config, OwnCodes) or (isinstance(config, WeightOnly) and config.grid.shifted)
+    return 4 * table.size // table.codes.block if kept and table.codes and table.codes.offsets else 0
 
 
 def _file_bytes(linear: Linear, config: QuantConfig) -> int:
@@ -187,11 +205,13 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     pages the system takes back when memory is short.
     """
     graphs, kept = quant_configs(recipe, geometry), [cache for cache in geometry.caches if cache.kind == "kv"]
-    forms = {choose_embedding_config(each, geometry.tied_head) for each in graphs.values()}
     # An encoder takes a text in one call, and scores it against itself.
     chunk = limits.max_context if geometry.encoder else min(limits.prefill_chunk, limits.max_context)
-    table = geometry.table
-    per_layer = replace(table, inputs=geometry.layers * geometry.per_layer)
+    tables = {
+        table.name: sum(table_bytes(table, form) for form in forms)
+        for table in geometry.tables
+        for forms in [{choose_table_config(each, geometry, table) for each in graphs.values()}]
+    }
     experts = sum(expert_bytes(it, stored.stored(it.name)) for stored in graphs.values() for it in geometry.mixtures)
     size = CACHE_BYTES[recipe.cache_type()]
     opened = [linear for linear in geometry.linears if linear.is_open]
@@ -201,7 +221,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     factors = 4 * limits.rank * sum(linear.inputs + linear.outputs for linear in opened)
     results = geometry.encoder.width if geometry.encoder else geometry.vocab_size
     rows = geometry.row_width if geometry.vision or geometry.head else 0
-    tables = {
+    ropes = {
         item.rope: item.rotary_dim * (2 if 0 < item.grows_after < limits.max_context else 1)
         for item in geometry.attentions
         if item.rope is not None
@@ -212,11 +232,11 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         weights=sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()) - experts - shared,
         experts=experts,
         mapped_experts=mapped_expert_bytes(geometry, recipe),
-        embedding=sum(linear_bytes(table, form) for form in forms),
+        embedding=tables[EMBEDDING],
         workspace=activation_bytes(geometry, chunk, 4),
         # Scores of a chunk against all that is cached, a cosine and a sine for each half of a head, and rows of images,
         # in float32.
-        workspace_per_token=4 * (geometry.most_heads * chunk + sum(tables.values()) * len(graphs) + rows),
+        workspace_per_token=4 * (geometry.most_heads * chunk + sum(ropes.values()) * len(graphs) + rows),
         cache_per_token=sum(cache.bytes(1, size) for cache in kept if not cache.window),
         state=sum(cache.bytes(0, size) for cache in geometry.caches),
         window_per_token=sum(cache.bytes(1, size) for cache in kept if cache.window),
@@ -224,7 +244,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         logits=LOGITS_COPIES * 4 * results * (MOST_MASKS if geometry.diffusion else 1),
         adapters=limits.adapters and OPENED_GRAPH + adapter_graph_bytes(geometry, recipe) + limits.adapters * factors,
         adapters_per_row=factors,
-        per_layer_table=sum(linear_bytes(per_layer, form) for form in forms) if geometry.per_layer else 0,
+        per_layer_table=tables.get(PER_LAYER, 0),
         tower=_tower_bytes(geometry, limits, choose_tower_configs(next(iter(graphs.values())))),
     )
 

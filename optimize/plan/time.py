@@ -24,7 +24,7 @@ def estimate_build(geometry: Geometry, recipe: Recipe, tokens: int, cores: int) 
     layers = [group for group in geometry.readers if group[0].layer is not None]
     linears, experts = (sum(linear.size for group in layers for linear in group), geometry.mixtures)
     weights = linears + sum(item.size for item in experts)
-    seconds = ANY_MODEL + ROUNDING * (weights + geometry.table.size)
+    seconds = ANY_MODEL + ROUNDING * (weights + geometry.tables[0].size)
     chosen = "int4" in recipe.precisions()
     speed = FLOPS_PER_CORE if "avx512f" in cpu_flags() else FLOPS_PER_CORE / 2
     if needs_calibration(recipe):

@@ -149,8 +149,6 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 }
 WIDER = {"hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "intermediate_size": 11_008}
 GEOMETRIES["qwen2.5-3b"] = GEOMETRIES["qwen2.5-0.5b"] | WIDER
-# Qwen2's weights and keys under Dream's name, which transformers does not know.
-GEOMETRIES["dream-0.5b"] = {**GEOMETRIES["qwen2.5-0.5b"], "mask_token_id": 151_666}
 # What makes a checkpoint one that sees: SmolVLM's special tokens, which are the last ones, and files of its processor.
 SEEING = ("<image>", "<fake_token_around_image>", "<global-img>")
 SEEING += tuple(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5))
@@ -190,9 +188,6 @@ def write_checkpoint(geometry: dict[str, Any], folder: Path, tokenizer: Path = T
     if config.model_type == "gpt_oss":
         config.quantization_config = {"quant_method": "mxfp4"}
     config.save_pretrained(folder)
-    if "mask_token_id" in geometry:
-        path = folder / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), "model_type": "Dream"}))
     placed = {}
     for prefix, part in parts(model):
         packed = pack_experts(part) if hasattr(config, "quantization_config") else {}

@@ -79,7 +79,7 @@ def benchmark(
     if manifest.geometry.diffusion:
         raise UsageError(
             f"{folder} fills masks, block by block, and has neither prefill nor decode to time; llmc run {folder} "
-            "--stats says how fast an answer came, and recipes/benchmarks/diffusion.py compares it with another model"
+            "--stats says how fast an answer came"
         )
     if prompt_length < 1 or new_tokens < 2 or repeats < 1 or prompt_length + new_tokens > context:
         raise UsageError(

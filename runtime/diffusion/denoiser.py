@@ -1,10 +1,8 @@
-"""A diffusion model's answer: masks in its place, of which every step makes the surest into tokens.
+"""A diffusion model's answer begins as masks; every step turns the masks with the most probable tokens into tokens.
 
-The rule is LLaDA's (https://arxiv.org/abs/2502.09992), other ways to choose are Dream's
-(https://arxiv.org/abs/2508.15487), the threshold and the renewed cache are Fast-dLLM's (https://arxiv.org/abs/2505.22618).
+The rule is LLaDA's (https://arxiv.org/abs/2502.09992), the threshold Fast-dLLM's (https://arxiv.org/abs/2505.22618).
 """
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -42,27 +40,24 @@ class Denoiser:
         return len(self._tokens)
 
     def window(self) -> Window:
-        """The next call: of the whole sequence, or, with a cache, of this block alone, before whose first step the
-        block before is computed once more, now that it is whole."""
-        start, end, fresh = self._start, self._end, self._step == 0
-        kept = self._params.block_cache
-        if kept == "off" or (fresh and (kept == "renewed" or self._before is None)):
-            start, end = 0, self.length
-        elif fresh and self._before is not None:
-            start = self._before
+        """The next call: the whole sequence first, then this block alone. The first step of a block computes the block
+        before it once more, now that it is whole."""
+        start, end = self._start, self._end
+        if self._step == 0:
+            start, end = (0, self.length) if self._before is None else (self._before, end)
         start = max(0, start - self._model.shift)
         wanted = self._masked - self._model.shift - start
         return Window(start, self._tokens[start:end].tolist(), self.length, wanted.tolist())
 
     def take(self, logits: Logits) -> list[int]:
-        """Fill some masks from the logits [n, V] that begin with those of masks left in the block; its tokens once all
-        are filled."""
+        """Fill some masks from logits [n, V], whose first rows are those of the masks left in the block. Return the
+        block's tokens once all are filled, else none."""
         masked, logits = self._masked, logits[: len(self._masked)]
         of_masks = logits[:, self._model.mask_token_id].copy()
         logits[:, self._model.mask_token_id] = -np.inf  # a mask that stays one would never end
         tokens = self._choose(logits)
         logits[:, self._model.mask_token_id] = of_masks
-        sure = self._confidence(logits, tokens)
+        sure = np.array([measure_confidence(row, token) for row, token in zip(logits, tokens, strict=True)])
         order = np.argsort(-sure, kind="stable")
         order = order[: self._count(sure[order])]
         self._tokens[masked[order]] = tokens[order]
@@ -82,11 +77,10 @@ class Denoiser:
     def _count(self, sure: Doubles) -> int:
         """The number of masks to fill, of those left, the surest first; at least one."""
         params, length = self._params, self._end - self._start
-        if params.diffusion_steps is None and params.remasking in ("low_confidence", "margin"):
+        if params.diffusion_steps is None:
             threshold = THRESHOLD if params.confidence_threshold is None else params.confidence_threshold
             return max(1, int((sure >= threshold).sum()))
-        steps = params.diffusion_steps or params.max_tokens
-        steps = min(length, max(1, steps * length // params.max_tokens))
+        steps = min(length, max(1, params.diffusion_steps * length // params.max_tokens))
         return length // steps + (self._step < length % steps)
 
     def _choose(self, logits: Logits) -> NDArray[np.int64]:
@@ -96,28 +90,15 @@ class Denoiser:
             check_peak(float(row.max()))
         if not heat or seed is None:
             return np.array(logits.argmax(axis=1), np.int64)
-        draws = [uniform(seed, position, 2 * self._step) for position in self._masked.tolist()]
+        draws = [uniform(seed, position, self._step) for position in self._masked.tolist()]
         found = [pick(weigh(scale(row, heat)), draw) for row, draw in zip(logits, draws, strict=True)]
         return np.array(found, np.int64)
 
-    def _confidence(self, logits: Logits, tokens: NDArray[np.int64]) -> Doubles:
-        """Confidence of each row in its token, whatever the temperature."""
-        way, seed = self._params.remasking, self._params.seed
-        if way != "random":
-            return np.array([measure_confidence(row, token, way) for row, token in zip(logits, tokens, strict=True)])
-        assert seed is not None
-        return np.array([uniform(seed, place, 2 * self._step + 1) for place in self._masked.tolist()])
 
-
-def measure_confidence(row: Logits, token: int, way: str) -> float:
-    """The probability of ``token`` by logits [V]; with ``margin`` how far the likeliest is ahead of the next, with
-    ``entropy`` minus that, in nats."""
+def measure_confidence(row: Logits, token: int) -> float:
+    """The probability of ``token`` by logits [V], whatever the temperature."""
     weights = weigh(row)
     likeliest, chosen = int(weights.argmax()), float(weights[token])
     weights[likeliest] = 0.0
-    mass = 1.0 + float(weights.sum())  # a sum in float32 would take a token ahead by 17 nats for certain
-    if way == "low_confidence":
-        return chosen / mass
-    if way == "entropy":
-        return float(weights @ (row - row[likeliest])) / mass - math.log(mass)
-    return (1.0 - float(weights.max())) / mass
+    # A sum in float32 would give a token that is 17 nats ahead a probability of 1.
+    return chosen / (1.0 + float(weights.sum()))

@@ -209,7 +209,7 @@ class InputProcessor:
 
 def draws(params: SamplingParams) -> bool:
     """True if anything is left to chance."""
-    return params.num_beams == 1 and (params.temperature > 0 or params.remasking == "random")
+    return params.num_beams == 1 and params.temperature > 0
 
 
 def text_tokens(

@@ -70,7 +70,7 @@ class Policy:
             return cls(in_pairs=in_pairs(manifest, level) and max_rows > 1, adapters_apart=True)
         if level is Determinism.STRICT:
             steps = [graph.invariance for graph in (graphs["decode"], manifest.adapter_graph) if graph is not None]
-            return cls(row_by_row=True, even=any(not it.single or it.tokens == 2 for it in steps))
+            return cls(row_by_row=True, even=any(not it.single or it.rows != 1 or it.tokens == 2 for it in steps))
         split = graphs["prefill"].file != graphs["decode"].file
         graph_from = PREFILL_GRAPH_FROM.get(_find_precision(manifest), NEVER) if split else NEVER
         turns = 1 if manifest.geometry.has_states else session.turns  # steps begun anew would change a state twice

@@ -241,8 +241,8 @@ class SamplingParams:
     confidence_threshold: float | None = _step(
         None,
         optional(number(0, 1)),
-        "each step fills all masks that are at least so sure, and always one; 0.9 if neither this nor "
-        "`diffusion_steps` is given",
+        "each step fills the masks whose token is at least so probable, and at least one mask; 0.9 if neither this "
+        "nor `diffusion_steps` is given",
         source="[Fast-dLLM](https://arxiv.org/abs/2505.22618)",
     )
     diffusion_steps: int | None = _step(
@@ -250,19 +250,6 @@ class SamplingParams:
         optional(integer(1, 1 << 20)),
         "calls for `max_tokens` tokens, each of which fills as many masks",
         source="[LLaDA](https://arxiv.org/abs/2502.09992)",
-    )
-    remasking: Literal["low_confidence", "margin", "entropy", "random"] = _step(
-        "low_confidence",
-        one_of("low_confidence", "margin", "entropy", "random"),
-        "which masks are filled first: those whose token is most probable, or farthest ahead of the next, those with "
-        "the least entropy, or any; the last two fill one a call, if `diffusion_steps` says nothing else",
-        source="[Dream](https://arxiv.org/abs/2508.15487)",
-    )
-    block_cache: Literal["kept", "renewed", "off"] = _step(
-        "kept",
-        one_of("kept", "renewed", "off"),
-        "a step computes its block alone, and before the first one of a block the block before (`kept`) or all tokens "
-        "(`renewed`); or every step computes all tokens",
     )
 
     def __post_init__(self) -> None:
@@ -361,11 +348,6 @@ _NEEDS: tuple[tuple[str, str, Callable[[SamplingParams], bool]], ...] = (
     ("mirostat_tau", "mirostat of 1 or 2", lambda p: p.mirostat > 0),
     ("mirostat_eta", "mirostat of 1 or 2", lambda p: p.mirostat > 0),
     ("diffusion_steps", "no confidence_threshold", lambda p: p.confidence_threshold is None),
-    (
-        "confidence_threshold",
-        "remasking by low_confidence or margin",
-        lambda p: p.remasking in ("low_confidence", "margin"),
-    ),
     ("min_tokens", "max_tokens of at least as many", lambda p: p.min_tokens <= p.max_tokens),
     (
         "allowed_tokens",

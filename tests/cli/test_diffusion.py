@@ -8,7 +8,7 @@ from pathlib import Path
 def test_run_takes_its_parameters_and_refuses_others_by_name(llmc, diffusion_models: Path):
     folder = diffusion_models / "Dream-fp32"
     asked = ("run", folder, "-p", "import os", "--max-tokens", 20, "--temperature", 0, "--ignore-eos")
-    whole = llmc(*asked, "--block-length", 8, "--remasking", "margin", "--json")
+    whole = llmc(*asked, "--block-length", 8, "--confidence-threshold", 0.5, "--json")
     assert whole.code == 0 and len(json.loads(whole.out)["outputs"][0]["token_ids"]) == 20, whole.err
     said = llmc(*asked, "--chat", "--diffusion-steps", 5)
     assert said.code == 0 and said.out.strip(), said.err

@@ -60,7 +60,6 @@ VERBS = (
     Verb("eval BUNDLE --window 16 --max-windows 1", "cpu build"),
     Verb("build EXPORT -o NEW", "cpu build"),
     Verb("export CHECKPOINT -o NEW", "export"),
-    Verb("distill EXPORT -o NEW --student 1 --text TEXT", "export", code=2),  # it is too short
 )
 
 
@@ -173,8 +172,7 @@ def test_every_verb_works_or_names_the_extra_that_it_lacks(
     python, own = environment(tmp_path / "environment", wheel, extras)
     held = with_nested(own, set(extras.split()))
     smaller = [other for each in EXTRAS if (other := with_nested(own, set(each.split()))) < held]
-    places = {"CHECKPOINT": one_layer, "EXPORT": layer_export, "BUNDLE": tiny_bundle, "TEXT": tmp_path / "text"}
-    places["TEXT"].write_text("Once")
+    places = {"CHECKPOINT": one_layer, "EXPORT": layer_export, "BUNDLE": tiny_bundle}
     tried = [verb for verb in VERBS if not any(verb.extras & held == verb.extras & each for each in smaller)]
     orders = [
         ([str({**places, "NEW": tmp_path / str(number)}.get(word, word)) for word in verb.command.split()], verb.stdin)

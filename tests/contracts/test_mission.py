@@ -26,7 +26,7 @@ PIPELINE = {
     "int4 quantization": ("option build --int4", "page recipes/int4.toml"),
     "GPTQ": ("module llmc.optimize.quantize.gptq", "object llmc.optimize.recipe:Request.scheme"),
     "pruning": ("object llmc.optimize.recipe:Request.sparsity", "module llmc.optimize.quantize.pruning"),
-    "distillation": ("option distill --student", "module llmc.optimize.distill"),
+    "distillation": ("page recipes/distill.py", "option run --draft"),
     "TensorRT": ("target tensorrt", "target tensorrt-rtx", "module llmc.runtime.sessions.tensorrt.session"),
     "ONNX Runtime CUDA": ("target cuda", "module llmc.runtime.sessions.onnxruntime.cuda"),
     "CPU": ("target cpu", "module llmc.runtime.sessions.onnxruntime.cpu"),

@@ -1,12 +1,11 @@
 """Tiny diffusion language models with random weights, what transformers computes of them, and their sampling in numpy.
 
 LLaDA is Llama, and Dream Qwen2, where every position sees all others: transformers takes such a mask. The sampling is
-written from its rules (arXiv 2502.09992, 2508.15487, 2505.22618) and runs a whole forward for every step.
+written from its rules (arXiv 2502.09992, 2505.22618) and runs a whole forward for every step.
 """
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -172,11 +171,9 @@ def sample(
     block_length: int = 32,
     steps: int | None = None,
     threshold: float | None = None,
-    remasking: str = "low_confidence",
-    cache: str = "off",
-    chance: Callable[[int, int], float] | None = None,
+    cached: bool = True,
 ) -> list[int]:
-    """The greedy tokens after a prompt; ``chance`` gives a number for a position and a step."""
+    """The greedy tokens after a prompt; without ``cached`` every step computes all tokens."""
     tokens = [*prompt, *[MASK] * max_tokens]
     model.begin(len(tokens))
     before = None
@@ -186,7 +183,7 @@ def sample(
         calls = min(masks, max(1, (steps or max_tokens) * masks // max_tokens))  # one more mask in the first of them
         while MASK in tokens[start:end]:
             first, last = start, end
-            if cache == "off" or (step == 0 and (cache == "renewed" or before is None)):
+            if not cached or (step == 0 and before is None):
                 first, last = 0, len(tokens)
             elif step == 0 and before is not None:
                 first = before
@@ -197,15 +194,8 @@ def sample(
                 row = logits[place - shift - first]
                 likely = np.exp(row - row.max())
                 likely /= likely.sum()
-                ranked = np.sort(likely)[::-1]
                 row[MASK] = -np.inf
-                score = {
-                    "low_confidence": likely[row.argmax()],
-                    "margin": ranked[0] - ranked[1],
-                    "entropy": float(np.sum(likely * np.log(likely + 1e-10))),
-                    "random": chance(place, step) if chance else 0.0,
-                }[remasking]
-                sure.append((score, place, int(row.argmax())))
+                sure.append((likely[row.argmax()], place, int(row.argmax())))
             sure.sort(key=lambda item: (-item[0], item[1]))
             count = masks // calls + (step < masks % calls)
             if threshold is not None:

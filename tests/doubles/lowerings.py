@@ -12,7 +12,7 @@ import pytest
 from llmc.bundle import DECODER_FILE, read_export
 from llmc.exported import rows_of
 from llmc.inventory import POSITIONS
-from llmc.optimize.lower.context import Computed, Float16, Float32, LoweringContext, QuantConfig
+from llmc.optimize.lower.context import Computed, Float16, Float32, LoweringContext, QuantConfig, choose_table_config
 from llmc.optimize.lower.rewrite import remove_dead
 from llmc.optimize.passes import Step
 from llmc.optimize.quantize import rtn
@@ -156,9 +156,10 @@ def stood_for(array: np.ndarray, form: QuantConfig, compute: str) -> np.ndarray:
 def portable(lowering: Lowering, folder: Path) -> Path:
     """The portable decoder with the weights that the plan's forms stand for, in ``folder``."""
     context, model = lowering.context, ir.load(lowering.export / DECODER_FILE)
+    tables = {it.name: choose_table_config(context.quant, context.geometry, it) for it in context.geometry.tables}
 
     def stored(module: str, array: np.ndarray) -> np.ndarray:
-        form = context.embedding if module == "model.embed_tokens" else context.quant.of(module)
+        form = tables.get(module) or context.quant.of(module)
         return stood_for(array, form, context.compute)
 
     replace_weights(model, stored)

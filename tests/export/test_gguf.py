@@ -26,7 +26,7 @@ from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.streaming import StreamedDecoder
 from llmc.exported import read_weights, rows_of
 from llmc.ggml import LAYOUTS
-from llmc.inventory import HEAD
+from llmc.inventory import HEAD, Codes
 from llmc.origin import check_unchanged
 
 # Cases of the converter's every turn: rows of rotated heads, biases, factors of the rope, a tied head, wide heads.
@@ -235,12 +235,12 @@ def test_linears_and_tables_stay_in_the_files_blocks(mixed, unpacked):
     assert (found.files, found.notes, found.made_bytes) == ((mixed,), (), 4 * (256 + 128))  # q and k: places of rows
 
 
-@pytest.mark.parametrize(("kind", "kept"), [("Q6_K", True), ("Q5_K", False)])
-def test_a_tied_head_keeps_its_codes_where_they_have_no_minima(kind, kept, random_checkpoint, tmp_path):
+@pytest.mark.parametrize(("kind", "bits", "block"), [("Q6_K", 6, 16), ("Q5_K", 5, 32)])
+def test_a_tied_table_keeps_its_codes_and_minima(kind, bits, block, random_checkpoint, tmp_path):
     folder = random_checkpoint("llama-llama3-rope-tied", **WIDE)
-    found = read_checkpoint(write_gguf(folder, tmp_path / "model.gguf", kind))
-    assert isinstance(found.tensors["model.embed_tokens.weight"], GgmlTensor)
-    assert (found.geometry.linear[HEAD].codes is not None) == kept
+    found = read_checkpoint(write_gguf(folder, tmp_path / "model.gguf", kind)).geometry
+    assert found.table_codes == Codes(bits, block, zero_points=False, offsets=kind == "Q5_K")
+    assert found.linear[HEAD].codes == Codes(8, block, zero_points=False, offsets=kind == "Q5_K")
 
 
 def test_an_export_refers_to_every_part_of_a_model_which_may_neither_change_nor_go(random_checkpoint, tmp_path):
@@ -284,7 +284,8 @@ def test_codes_scales_and_offsets_of_every_type_stand_for_what_gguf_unpacks(kind
     for place in PLACES.get(kind, (0,)):
         raw[0, place : place + 2], raw[1, place : place + 2] = (3, 0), (3, 0x80)
     codes, expected = layout.codes.read(raw.reshape(8, layout.size)), gguf.dequantize(raw, Kind[kind])
-    assert codes.dtype == np.int8 and np.abs(codes.astype(int)).max() <= 1 << (layout.bits - 1)
+    middle = 1 << (layout.table_kind.bits - 1)
+    assert codes.dtype == np.int8 and -middle <= codes.min() and codes.max() < middle
     np.testing.assert_array_equal(layout.unpack(raw), expected)
     np.testing.assert_array_equal(run_function(kind, raw), expected)
 

@@ -72,6 +72,6 @@ def test_two_graphs_and_a_cache_of_halves_give_the_same_tokens(diffusion_models:
     recipe = Request(precision="int8", phases="split", cache="float16")
     build(diffusion_models / "llada-export", tmp_path / "split", recipe=recipe)
     build(diffusion_models / "llada-export", tmp_path / "shared", recipe=Request(precision="int8"))
-    options = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "block_cache": "off"}
+    options = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
     with load(tmp_path / "split") as split, load(tmp_path / "shared") as shared:
         assert split.generate([5, 6], **options).token_ids == shared.generate([5, 6], **options).token_ids

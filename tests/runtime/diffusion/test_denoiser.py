@@ -12,18 +12,15 @@ from doubles import diffusing
 from llmc.inventory import Diffusion
 from llmc.runtime import Model, SamplingParams, load
 from llmc.runtime.diffusion.denoiser import Denoiser, measure_confidence
-from llmc.runtime.sampling.draws import uniform
 
-SEED, TOKENS = 7, 50
+TOKENS = 50
 # Each with a block that the tokens do not fill, or that they fill with too many steps.
 SCHEDULES: dict[str, dict[str, Any]] = {
     "by default, all that are sure": {},
     "steps": {"diffusion_steps": 8},
     "steps that no block divides": {"diffusion_steps": 30, "block_length": 8},
     "a low threshold": {"confidence_threshold": 0.3},
-    "margins over a threshold": {"remasking": "margin", "confidence_threshold": 0.3, "block_length": 16},
-    "entropies": {"remasking": "entropy", "diffusion_steps": 10, "block_length": 10},
-    "chance, one a step": {"remasking": "random"},
+    "a threshold in short blocks": {"confidence_threshold": 0.5, "block_length": 10},
 }
 NAMES = {"diffusion_steps": "steps", "confidence_threshold": "threshold"}
 # Of shares of probabilities in float32, whose 4,096 terms add up to within 1e-6.
@@ -41,46 +38,44 @@ def model(family: str, diffusion_models: Path) -> Iterator[Model]:
         yield loaded
 
 
-@pytest.mark.parametrize("cache", ["off", "renewed", "kept"])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_greedy_tokens_equal_the_rule(model: Model, family: str, diffusion_models: Path, schedule, cache):
+def test_greedy_tokens_equal_the_rule(model: Model, family: str, diffusion_models: Path, schedule):
     asked = {NAMES.get(name, name): value for name, value in schedule.items()}
     rule = partial(
         diffusing.sample,
         *(diffusing.Plain(diffusion_models / family), diffusing.SHIFTS[family]),
-        cache=cache,
-        chance=lambda place, step: uniform(SEED, place, 2 * step + 1),
         **(asked or {"threshold": 0.9}),
     )
     prompt = model.tokenizer.encode("import os\nx =")
-    options = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "seed": SEED, "block_cache": cache}
+    options = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     found = model.generate(prompt, **options, **schedule)
     assert list(found.token_ids) == rule(prompt, TOKENS)
 
 
+def test_a_lower_threshold_takes_fewer_calls(model: Model):
+    asked = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    all_sure, unsure = (model.generate([5, 6, 7], confidence_threshold=it, **asked).metrics.calls for it in (1.0, 0.3))
+    assert unsure < all_sure <= TOKENS
+
+
 def test_a_wrong_shift_or_cache_would_be_noticed(family: str, diffusion_models: Path):
     plain, shift = diffusing.Plain(diffusion_models / family), diffusing.SHIFTS[family]
-    right = diffusing.sample(plain, shift, [5, 6, 7], TOKENS, threshold=0.9, cache="kept")
-    assert right != diffusing.sample(plain, 1 - shift, [5, 6, 7], TOKENS, threshold=0.9, cache="kept")
-    assert right != diffusing.sample(plain, shift, [5, 6, 7], TOKENS, threshold=0.9, cache="renewed")
+    right = diffusing.sample(plain, shift, [5, 6, 7], TOKENS, threshold=0.9)
+    assert right != diffusing.sample(plain, 1 - shift, [5, 6, 7], TOKENS, threshold=0.9)
+    assert right != diffusing.sample(plain, shift, [5, 6, 7], TOKENS, threshold=0.9, cached=False)
 
 
-@pytest.mark.parametrize("way", ["low_confidence", "margin", "entropy"])
-def test_confidence_is_what_its_name_says(way: str):
+def test_confidence_is_the_probability_of_the_token():
     row = np.random.default_rng(0).standard_normal(4096).astype(np.float32) * 4
     shares = np.exp(row.astype(np.float64) - row.max())
-    shares /= shares.sum()
-    two = np.sort(shares)[-2:]
-    wanted = {"low_confidence": shares[9], "margin": two[1] - two[0], "entropy": np.sum(shares * np.log(shares))}
-    assert measure_confidence(row, 9, way) == pytest.approx(wanted[way], rel=SHARE_TOLERANCE)
+    assert measure_confidence(row, 9) == pytest.approx(shares[9] / shares.sum(), rel=SHARE_TOLERANCE)
 
 
 def test_no_token_is_certain_that_others_could_be():
     row = np.zeros(4096, np.float32)
     row[9] = 30.0  # a sum in float32 loses the others
     doubt = 4095 * np.exp(-30.0)
-    assert 1 - measure_confidence(row, 9, "low_confidence") == pytest.approx(doubt, rel=SHARE_TOLERANCE)
-    assert 1 - measure_confidence(row, 9, "margin") == pytest.approx(doubt * 4096 / 4095, rel=SHARE_TOLERANCE)
+    assert 1 - measure_confidence(row, 9) == pytest.approx(doubt, rel=SHARE_TOLERANCE)
 
 
 def test_a_mask_is_never_chosen_and_logits_stay_as_they_are():

@@ -13,7 +13,7 @@ from llmc.runtime.model import memory_need
 from llmc.runtime.server.models.loading import Loader
 
 OPTIONS = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
-SLOW = {"max_tokens": 100, "ignore_eos": True, "diffusion_steps": 100, "block_cache": "off"}
+SLOW = {"max_tokens": 100, "ignore_eos": True, "diffusion_steps": 100}
 
 
 @pytest.fixture(scope="module")

@@ -81,14 +81,21 @@ def test_an_odd_batch_in_pairs_runs_with_the_row_after_it_and_spoils_nothing(ses
     assert session.cache[feeding.row, :3].tolist() == [7, 8, 9]
 
 
-def test_strict_runs_row_by_row_and_even_where_a_lone_token_is_computed_otherwise(session: Any, manifest: Manifest):
-    runner, _, held = runner_of(session, split(manifest, tokens=2, outputs=1), "strict", 2)
+@pytest.mark.parametrize(
+    ("kept", "tokens"),
+    [
+        ({"rows": 1, "tokens": 2}, 2),
+        ({"rows": 2, "tokens": 1, "single": True}, 2),  # a row alone is computed otherwise than beside another one
+        ({"rows": 1, "tokens": 1, "single": True}, 1),
+    ],
+    ids=str,
+)
+def test_strict_runs_row_by_row_and_even_where_a_lone_token_is_computed_otherwise(
+    session: Any, manifest: Manifest, kept: dict[str, Any], tokens: int
+):
+    runner, _, held = runner_of(session, split(manifest, outputs=1, **kept), "strict", 2)
     runner.execute(held)
-    assert shapes(session) == [("decode", 0, (1, 2)), ("decode", 1, (1, 2))]
-    session.calls.clear()
-    runner, _, held = runner_of(session, split(manifest, tokens=1, outputs=1, single=True), "strict", 2)
-    runner.execute(held)
-    assert shapes(session) == [("decode", 0, (1, 1)), ("decode", 1, (1, 1))]
+    assert shapes(session) == [("decode", 0, (1, tokens)), ("decode", 1, (1, tokens))]
 
 
 @pytest.mark.parametrize("level", ["fast", "strict"])

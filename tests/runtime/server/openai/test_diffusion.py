@@ -41,7 +41,7 @@ def test_answers_are_those_of_the_model_whole_and_streamed(service: httpx.Client
         ({"response_format": {"type": "json_object"}}, "json_schema"),
         ({"logprobs": True}, "logprobs"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"remasking": "best"}, "remasking"),
+        ({"block_length": 0}, "block_length"),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_name(service: httpx.Client, more, name):
