@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["OMP_WAIT_POLICY"] = "passive"  # torch's threads must not spin for cores that others use
+os.environ["OMP_NUM_THREADS"] = "1"  # of torch: see one_thread
 
 from llmc import bundle
 
@@ -57,6 +57,14 @@ def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
         patch.setenv("LLMC_CACHE", str(folder))
         patch.setenv("XDG_STATE_HOME", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models here are tiny: a second thread spins for a core that another test process needs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda _: {0})
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

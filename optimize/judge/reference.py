@@ -27,6 +27,7 @@ from llmc.optimize.lower.raising import find_weight
 from llmc.optimize.lower.rewrite import read_graph, sole_consumer
 from llmc.optimize.progress import Progress, make_counter, silent
 from llmc.runtime.host import disk_cache
+from llmc.runtime.host.machine import usable_threads
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime, translate_errors
 from llmc.runtime.sessions.onnxruntime.library import LOG_FATAL_ONLY, inference_session, multiply_exactly
 
@@ -248,6 +249,7 @@ def open_part(part: ir.Model, folder: Path) -> Any:
     """An ONNX Runtime session of a part of a graph, whose weights lie in ``folder``."""
     runtime = import_onnxruntime(ORT_MINIMUM)
     options = runtime.SessionOptions()
+    options.intra_op_num_threads = usable_threads()
     options.log_severity_level = LOG_FATAL_ONLY
     options.add_session_config_entry(EXTERNAL_FOLDER, str(folder))
     if any(node.op_type == "MatMulIntegerToFloat" for node in part.graph):  # DequantizeLinear cannot bear it

@@ -83,7 +83,7 @@ def _of_build(
 
 
 def _compare_graphs(geometry: Geometry, asked: Request, abilities: Capabilities, tokenizer: int) -> dict[str, Sizes]:
-    """What a bundle takes with two graphs and with one; nothing where the model or the recipe leaves no choice."""
+    """Compare what a bundle takes with two graphs and with one; empty where there is no choice."""
     found = dict[str, Sizes]()
     if geometry.mixtures or geometry.borrows or geometry.diffusion:
         return found

@@ -399,7 +399,7 @@ def for_encoder(request: Request, target: Capabilities, max_positions: int) -> R
                 "leave it out",
             )
     longest = either(request.max_context, min(max_positions, ENCODER_CONTEXT))
-    return replace(request, phases="shared", activations="none", max_context=longest, budget=None)
+    return replace(request, phases="shared", max_context=longest, budget=None)
 
 
 def _for_diffusion(request: Request, geometry: Geometry) -> Request:

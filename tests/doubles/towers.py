@@ -180,11 +180,9 @@ def share_seeing(factory: pytest.TempPathFactory, kind: str = "smolvlm") -> Path
 
 def open_graphs(exported: Path) -> Callable[[str, dict[str, np.ndarray]], np.ndarray]:
     """The first output of one of the export's graphs."""
-    import onnxruntime as ort
+    from doubles.lowerings import open_session
 
-    options = ort.SessionOptions()
-    options.log_severity_level = 3  # it warns that the cache is copied, since nothing is bound in place here
-    graphs = {name: ort.InferenceSession(exported / f"{name}.onnx", options) for name in ("vision", "decoder")}
+    graphs = {name: open_session(exported / f"{name}.onnx") for name in ("vision", "decoder")}
     return lambda name, feeds: graphs[name].run(None, feeds)[0]
 
 

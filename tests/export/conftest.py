@@ -1,6 +1,5 @@
 """Tiny checkpoints: random ones of every family beside their transformers models, and one written by hand to break."""
 
-import fcntl
 import hashlib
 import json
 from collections.abc import Callable
@@ -12,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles import invented
+from doubles.lowerings import open_session
+from doubles.shared import shared
 
 Feeds = dict[str, np.ndarray]
 Run = Callable[[Feeds], list[np.ndarray]]
@@ -398,43 +399,29 @@ def invented_family(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread(one_trace: None) -> None:
-    """The machine may be shared, and the models are tiny."""
-    import torch
-
-    torch.set_num_threads(1)
+def traced_once(one_trace: None) -> None:
+    """All exports of tiny checkpoints share their traces."""
 
 
-def make_case(name: str, folder: Path, **changes: Any) -> Case:
-    if name == "invented":
+def make_case(name: str, factory: pytest.TempPathFactory, **changes: Any) -> Case:
+    """A random checkpoint by its name and what its config has otherwise, with its export: made once for all processes
+    that run tests, so nobody may change them."""
+    case = {**CASES.get(name, {}), **changes}
+
+    def make(folder: Path) -> None:
         from llmc.export import export
 
-        checkpoint, output = folder / "checkpoint", folder / "export"
         with pytest.MonkeyPatch.context() as patch:
-            invented.register(patch)
-            export(invented.write_checkpoint(checkpoint), output)
-        return Case(name, checkpoint, output)
-    shared = shared_export({**CASES[name], **changes}, folder)
-    return Case(name, shared / "checkpoint", shared / "export")
+            if name == "invented":
+                invented.register(patch)
+                invented.write_checkpoint(folder / "checkpoint")
+            else:
+                write_random_checkpoint(case, folder / "checkpoint")
+            export(folder / "checkpoint", folder / "export")
 
-
-def shared_export(case: dict[str, Any], folder: Path) -> Path:
-    """A folder with a random checkpoint and its export, made once for all processes that run tests.
-
-    ``folder`` is one of pytest's temporary ones, which says where. To trace a decoder takes seconds, and several rooms
-    of tests look at the same ones: nobody may change what is in there.
-    """
-    from llmc.export import export
-
-    own = next((path for path in folder.parents if path.name.startswith("popen-gw")), folder)  # xdist's, of one process
-    shared = own.parent / "shared" / hashlib.sha256(json.dumps(case, sort_keys=True).encode()).hexdigest()[:16]
-    shared.mkdir(parents=True, exist_ok=True)
-    with (shared / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (shared / "export").exists():
-            write_random_checkpoint(case, shared / "checkpoint")
-            export(shared / "checkpoint", shared / "export")
-    return shared
+    digest = hashlib.sha256(json.dumps(case, sort_keys=True).encode()).hexdigest()[:16]
+    folder = shared(factory, f"{name}-{digest}", make)
+    return Case(name, folder / "checkpoint", folder / "export")
 
 
 def write_random_checkpoint(case: dict[str, Any], folder: Path) -> None:
@@ -486,7 +473,7 @@ class Reference:
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
     """A random checkpoint by its name and what its config has otherwise; each is made once."""
-    return cache(lambda name, **changes: make_case(name, tmp_path_factory.mktemp(name), **changes))
+    return cache(lambda name, **changes: make_case(name, tmp_path_factory, **changes))
 
 
 @pytest.fixture(scope="session")
@@ -539,13 +526,9 @@ def invented_case(exported: Callable[..., Case]) -> Case:
 @pytest.fixture(scope="session")
 def onnxruntime_run() -> Callable[[Path], Run]:
     """Opens an exported folder in ONNX Runtime on the CPU."""
-    import onnxruntime as ort
 
     def open_graph(folder: Path) -> Run:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = 1
-        options.log_severity_level = 3  # it warns that the cache is copied, since nothing is bound in place here
-        session = ort.InferenceSession(folder / "decoder.onnx", options, providers=["CPUExecutionProvider"])
+        session = open_session(folder / "decoder.onnx")
         return lambda feeds: session.run(None, feeds)
 
     return open_graph

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles import qwen_towers, towers
+from doubles.lowerings import open_session
 from doubles.towers import write_json
 
 from llmc.bundle import read_export
@@ -145,7 +146,6 @@ def test_text_alone_has_the_logits_of_the_text_part(
     run: Run, reference: Any, exported: Path, checkpoint: Path, tmp_path: Path
 ):
     """And these are of a graph without rows and axes."""
-    import onnxruntime as ort
     import torch
 
     ids = np.random.default_rng(2).integers(3, 4000, (2, 9))
@@ -154,9 +154,7 @@ def test_text_alone_has_the_logits_of_the_text_part(
     found = run("decoder", given)
     report = export(checkpoint, tmp_path / "export", text_only=True)
     assert report.notes[-1] == "config.json: only the text part was exported, which sees no images"
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    text = ort.InferenceSession(report.output / "decoder.onnx", options)
+    text = open_session(report.output / "decoder.onnx")
     names = {value.name for value in text.get_inputs()}
     assert given.keys() - names == {"embedding_indices", "embeddings", "positions"}
     (alone,) = text.run(["logits"], {name: value for name, value in given.items() if name in names})

@@ -52,6 +52,7 @@ CHARACTERS = {
     "turned directions": "\u202e",
     "ends of lines": "\n",
 }
+RARE = ("one rare character", "turned directions")  # which answers spell otherwise
 
 
 @dataclass(frozen=True)
@@ -245,13 +246,11 @@ def texts() -> dict[str, Attack]:
         found[name] = Attack(path, body, **rest)
 
     add("a name of millions of unprintable characters", CHAT, lambda: b'{"' + "\u202e".encode() * 2_600_000 + b'":1}')
-    for name, character in CHARACTERS.items():
-        for path, body in (
-            (CHAT, {"messages": [{"role": "user", "content": "@"}]}),
-            (MESSAGES, {**TOP, "messages": [{"role": "user", "content": "@"}]}),
-            (RESPONSES, {"input": "@"}),
-            (OLLAMA, {"model": "tiny", "messages": [{"role": "user", "content": "@"}]}),
-        ):
+    content = [{"role": "user", "content": "@"}]
+    others = {MESSAGES: {**TOP, "messages": content}, RESPONSES: {"input": "@"}}
+    others[OLLAMA] = {"model": "tiny", "messages": content}
+    for name, character in CHARACTERS.items():  # dialects differ in what they read, not in what is done with a text
+        for path, body in {CHAT: {"messages": content}, **(others if name in RARE else {})}.items():
             add(f"{path} of {name}", path, lambda body=body, c=character: texted(body, c))  # type: ignore[misc]
     for name in ("tokens", "truncated"):
         cut = {"on_overflow": "truncate_left"} if name == "truncated" else {}
@@ -399,6 +398,19 @@ class Watch:
         self._host, self._port = (urlsplit(address).hostname or "", urlsplit(address).port or 0)
         self.pid = pid
         self._status = ""
+        command = [sys.executable, __file__, "--probe", self._host, str(self._port)]
+        with tempfile.NamedTemporaryFile() as out:
+            self._seen = open(out.name)  # with a position of its own  # noqa: SIM115
+            self._asking = subprocess.Popen(command, stdout=out)
+        until = time.monotonic() + PATIENCE_S
+        while not self._seen.readline() and time.monotonic() < until:
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """End the process that asks for /health."""
+        self._asking.kill()
+        self._asking.wait()
+        self._seen.close()
 
     def least_held(self, attack: Attack, most_s: float) -> Held:
         """:meth:`held` of the try in which /health took the least, unless an earlier one took less than ``most_s``."""
@@ -423,23 +435,17 @@ class Watch:
     def watching(self) -> Iterator[list[float]]:
         """Seconds that each look at /health took in the block; they are there after it."""
         looks: list[float] = []
-        with tempfile.TemporaryFile("w+") as out:
-            command = [sys.executable, __file__, "--probe", self._host, str(self._port)]
-            with subprocess.Popen(command, stdout=out) as asking:
-                until = time.monotonic() + PATIENCE_S
-                while out.seek(0, os.SEEK_END) == 0 and time.monotonic() < until:
-                    time.sleep(0.01)
-                began = time.monotonic()
-                try:
-                    yield looks
-                finally:
-                    asking.kill()
+        self._seen.seek(0, os.SEEK_END)
+        last = began = time.monotonic()
+        try:
+            yield looks
+        finally:
             ended = time.monotonic()
-            out.seek(0)
-            found = [tuple(map(float, line.split())) for line in out if line.endswith("\n") and line.count(" ") == 1]
-            looks += [took for at, took in found if at + took > began]
-            last = max((at + took for at, took in found), default=began)
-            looks.append(ended - last)  # the one that had no answer yet
+            for line in self._seen:
+                at, took = map(float, line.split())
+                looks.append(took)
+                last = at + took
+            looks.append(ended - max(last, began))  # the one that had no answer yet
 
     def clear_peak(self) -> None:
         """Forget the peak of the memory so far."""

@@ -7,11 +7,13 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doubles.modules import load_file
-from doubles.services import service_process
+from doubles.services import Process, service_process
 from doubles.serving import retold
 from doubles.towers import share_seeing
 
@@ -34,11 +36,15 @@ def most_s() -> float:
     return MOST_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
+def watching(process: Process) -> closing[Any]:
+    return closing(ATTACKS.Watch(process.address, process.popen.pid))
+
+
 @pytest.fixture(scope="module")
 def watch(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     bundle = retold(tiny_bundle, tmp_path_factory.mktemp("attacked") / "bundle")
-    with service_process(models={"tiny": bundle}) as process:
-        yield ATTACKS.Watch(process.address, process.popen.pid)
+    with service_process(models={"tiny": bundle}) as process, watching(process) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +54,23 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
         kind: build(share_seeing(tmp_path_factory, kind) / "export", folder / kind).output
         for kind in ("smolvlm", "qwen3_vl")
     }
-    with service_process(models=models, warm=tuple(models)) as process:
-        yield ATTACKS.Watch(process.address, process.popen.pid)
+    with service_process(models=models, warm=tuple(models)) as process, watching(process) as found:
+        yield found
 
 
-@pytest.mark.parametrize("model", ["smolvlm", "qwen3_vl"])  # tiles, and patches of any shape
-@pytest.mark.parametrize("name", ATTACKS.images(""))
+# Files are decoded alike for every model: one that cuts tiles sees them all, one of patches of any shape those that it
+# may cut otherwise.
+SHAPES = ("a line of 20 million pixels", "a column of 20 million pixels", "a header alone", "colours")
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        *(("smolvlm", name) for name in ATTACKS.images("")),
+        *(("qwen3_vl", f"an image: {name}") for name in SHAPES),
+        ("qwen3_vl", "eight requests of two images"),
+    ],
+)
 def test_no_image_holds_up_others_or_takes_more_than_its_share(seeing, model: str, name: str):
     before = seeing.resident()
     held = seeing.least_held(ATTACKS.images(model)[name], most_s())

@@ -27,29 +27,10 @@ Cache = dict[str, np.ndarray]
 
 random_checkpoints = modules.random_checkpoints()
 Case = random_checkpoints.Case
-one_thread = random_checkpoints.one_thread
+exported = random_checkpoints.exported
+traced_once = random_checkpoints.traced_once
 # Gemma 4 is lowered for CPUs alone: see tests/optimize/test_shared_caches.py.
 CASES: tuple[str, ...] = tuple(name for name in random_checkpoints.CASES if not name.startswith("gemma4"))
-
-
-@pytest.fixture(scope="session")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """A random checkpoint by its name, with its export and its logits by transformers; each is made once."""
-    made: dict[str, Any] = {}
-
-    def get(name: str) -> Any:
-        if name not in made:
-            made[name] = random_checkpoints.make_case(name, tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return get
-
-
-@pytest.fixture(scope="session")
-def make_case() -> Callable[..., Any]:
-    """Makes a random checkpoint by its name, with changes, and its export."""
-    make: Callable[..., Any] = random_checkpoints.make_case
-    return make
 
 
 @pytest.fixture(scope="session")
@@ -194,12 +175,13 @@ def source(exported: Callable[[str], Any], tmp_path: Path) -> Path:
     return Path(shutil.copytree(exported("llama-biases").export, tmp_path / "in" / "export"))
 
 
-@pytest.fixture(params=[False, True], ids=["nothing there", "an old bundle there"])
+@pytest.fixture
 def untouched(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """An output folder with an old bundle or nothing; afterwards it must be what it was, with nothing beside it."""
+    """An output folder with an old bundle, or, where a test asks for False, nothing; afterwards it must be what it was,
+    with nothing beside it."""
     output = tmp_path / "out" / "bundle"
     output.parent.mkdir()
-    if request.param:
+    if getattr(request, "param", True):
         output.mkdir()
         (output / "llmc.json").write_text("the old one")
         (output / "decode.onnx").write_text("its graph")

@@ -65,6 +65,7 @@ def test_weights_that_were_overwritten_in_the_checkpoint_are_refused(source, unt
 STEPS = ["lowering and quantizing the prefill", "lowering and quantizing the decode", "hashing", "running the golden"]
 
 
+@pytest.mark.parametrize("untouched", [False, True], ids=["nothing there", "an old bundle there"], indirect=True)
 @pytest.mark.parametrize(
     ("step", "error"),
     [*((step, KeyboardInterrupt) for step in STEPS), (STEPS[0], MemoryError), (STEPS[3], RuntimeError)],

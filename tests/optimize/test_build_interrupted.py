@@ -33,9 +33,8 @@ A_STATE_WITHOUT_ACTIVATIONS = 1000
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path) -> Path:
-    """A cache of this test's own, and one thread, since the machine may be shared."""
+    """A cache of this test's own."""
     monkeypatch.setenv("LLMC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("llmc.optimize.calibrate.layers.usable_threads", lambda: 1)
     return tmp_path / "cache"
 
 

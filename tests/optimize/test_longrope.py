@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from doubles import encoders
+from doubles.modules import random_checkpoints
 from doubles.speculators import Always
 
 from llmc.bundle import read_bundle
@@ -37,10 +38,10 @@ ROPE = {
 class Longrope:
     """A random Phi-3 with its export and bundle, and transformers running it."""
 
-    def __init__(self, folder: Path, make_case: Callable[..., Any]) -> None:
-        self.folder = folder
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self.folder = factory.mktemp("longrope")
         changes = {"sliding_window": None, "original_max_position_embeddings": ORIGINAL, "rope_scaling": ROPE}
-        self.case = make_case("phi3-packed-window-fp16", folder / "case", **changes, dtype="float32")
+        self.case = random_checkpoints().make_case("phi3-packed-window-fp16", factory, **changes, dtype="float32")
         self.bundle = self.build("bundle")
         self.answers = {length: self.answer(prompt) for length, prompt in PROMPTS.items()}
 
@@ -60,10 +61,8 @@ class Longrope:
 
 
 @pytest.fixture(scope="module")
-def longrope(tmp_path_factory: pytest.TempPathFactory, make_case: Callable[..., Any]) -> Longrope:
-    folder = tmp_path_factory.mktemp("longrope")
-    (folder / "case").mkdir()
-    return Longrope(folder, make_case)
+def longrope(tmp_path_factory: pytest.TempPathFactory) -> Longrope:
+    return Longrope(tmp_path_factory)
 
 
 @pytest.fixture

@@ -40,11 +40,8 @@ def write_character_tokenizer(folder: Path, vocab_size: int) -> None:
 @pytest.fixture(scope="session")
 def family_export(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An export of random weights that can read text, of the family that the test names."""
-    import torch
-
-    torch.set_num_threads(1)  # the machine may be shared, and the models are tiny
     folder, source = tmp_path_factory.mktemp(request.param), random_checkpoints()
-    made = source.shared_export(source.CASES[CASE_OF_FAMILY[request.param]], folder) / "export"
+    made = source.make_case(CASE_OF_FAMILY[request.param], tmp_path_factory).export
     own = Path(shutil.copytree(made, folder / "export", ignore=shutil.ignore_patterns("tokenizer.json")))
     write_character_tokenizer(own, source.BASE["vocab_size"])
     return own

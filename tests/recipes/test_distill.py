@@ -44,7 +44,7 @@ def text(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Export a random checkpoint by its name and changes of its config."""
-    return lambda name, **changes: random_checkpoints().make_case(name, tmp_path_factory.mktemp(name), **changes).export
+    return lambda name, **changes: random_checkpoints().make_case(name, tmp_path_factory, **changes).export
 
 
 def test_a_student_that_learned_drafts_for_its_teacher(

@@ -5,7 +5,6 @@ the same windows that ``recipes/benchmarks/peers.py`` compares with llama.cpp.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,14 +70,6 @@ def test_the_table_of_recipes_holds_what_the_recipes_expect():
 # ------------------------------------------------------------------------------------------------------- every family
 
 
-@pytest.fixture(scope="session")
-def one_thread() -> Iterator[None]:
-    """On a shared machine torch's threads wait for each other most of the time, and the models are tiny."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmc.optimize.calibrate.layers.usable_threads", lambda: 1)
-        yield
-
-
 def decoder(export: Path, device: str) -> Any:
     from llmc.export.streaming import StreamedDecoder
 
@@ -91,7 +82,6 @@ def build_recipe(path: Path, export: Path, output: Path, calibration: Calibratio
     return build(export, output, recipe=path, calibration=calibration if needs_calibration(recipe) else None).output
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("family_export", "paths"),
     # Softcaps, learned positions, and packed weights; every family is built by the tests of export. Other recipes are
@@ -118,7 +108,6 @@ def test_recipes_build_verify_and_generate_for_families(
             assert len(model.generate("def f(x):", max_tokens=5, temperature=0, ignore_eos=True).token_ids) == 5
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("family_export", ["gemma2"], indirect=True)
 def test_a_stream_that_cannot_be_rotated_is_smoothed_where_there_is_a_text(
     family_export: Path, tmp_path: Path, tiny_checkpoint: Path
@@ -156,7 +145,7 @@ class Measured:
 
 
 @pytest.fixture
-def measured(tiny_export: Path, tiny_checkpoint: Path, tmp_path: Path, one_thread: None) -> Measured:
+def measured(tiny_export: Path, tiny_checkpoint: Path, tmp_path: Path) -> Measured:
     """The small model, built by the recipe that is the default."""
     texts = tiny_checkpoint.parent
     text = (texts / "validation.txt").read_text(encoding="utf-8")

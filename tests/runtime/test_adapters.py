@@ -140,13 +140,14 @@ def test_quantized_weights_keep_what_the_adapter_says(bundles, peft):
 @pytest.mark.parametrize("level", ["batch", "strict"])
 @pytest.mark.parametrize("precision", ["fp32", "int8"])  # in int8 the graph of adapters has weights of its own
 def test_alone_and_together_give_the_same_bits(bundles, precision, level):
-    with load(bundles / precision, self_test=False, determinism=level, prefix_cache_bytes=0) as found:
+    how = {"self_test": False, "determinism": level, "threads": 2}  # whose work is divided
+    with load(bundles / precision, prefix_cache_bytes=0, **how) as found:
         alone = {name: logprobs(submit(found, name, max_tokens=40).result()) for name in (None, *NAMES)}
         together = {name: submit(found, name, max_tokens=40) for name in (None, *NAMES)}
         assert {name: logprobs(it.result()) for name, it in together.items()} == alone
         found.unload_adapter("sql")  # of the larger rank
     law = {"law": place(bundles, "law")}
-    with load(bundles / precision, adapters=law, determinism=level, self_test=False) as found:
+    with load(bundles / precision, adapters=law, **how) as found:
         assert logprobs(submit(found, "law", max_tokens=40).result()) == alone["law"]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import pytest
+from doubles.lowerings import open_session
 
 from llmc.bundle import DECODER_FILE, read_bundle, read_export
 from llmc.errors import GpuError
@@ -140,9 +141,7 @@ def test_the_most_probable_tokens_and_the_sum_of_exponentials_are_those_of_the_l
 
 
 def open_graph(bundle: Path) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 1, 3
-    return ort.InferenceSession(bundle / DECODER_FILE, options, providers=["CPUExecutionProvider"])
+    return open_session(bundle / DECODER_FILE)
 
 
 def test_the_tolerance_notices_a_position_too_few(session: OnnxRuntimeSession, portable: Logits):

@@ -32,14 +32,6 @@ SAMPLES, LENGTH = 5, 16
 FOUR, FOUR_ASYMMETRIC = WeightOnly(Grid(4, 32)), WeightOnly(Grid(4, 32, symmetric=False))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread_to_calibrate_with():
-    """The machine may be shared, and the models are tiny."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmc.optimize.calibrate.layers.usable_threads", lambda: 1)
-        yield
-
-
 def samples() -> np.ndarray:
     """Windows of random tokens."""
     return np.random.default_rng(2).integers(0, 96, (SAMPLES, LENGTH))

@@ -37,12 +37,6 @@ def run(case: Any, folder: Any) -> Store:
     return layers.calibrate(source, samples, recipe, LOADED, folder, silent, PROMPTS)
 
 
-@pytest.fixture(autouse=True)
-def one_thread_to_calibrate_with(monkeypatch):
-    """The machine may be shared, and the models are tiny."""
-    monkeypatch.setattr(layers, "usable_threads", lambda: 1)
-
-
 @pytest.mark.parametrize("case", CASES, indirect=True)
 def test_the_graph_of_prompts_computes_with_them_what_it_is_to(
     case, lowering, decoder, portable_logits, ids, tmp_path, monkeypatch

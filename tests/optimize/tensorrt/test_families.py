@@ -10,7 +10,6 @@ from typing import Any
 
 import onnx_ir as ir
 import pytest
-from doubles import modules
 from doubles.engines import build_decoder
 from doubles.plans import PLAN
 
@@ -25,7 +24,6 @@ from llmc.optimize.tensorrt.network import Network
 from llmc.optimize.weights.file import WeightFile
 from llmc.optimize.weights.store import Calibrated
 
-random_checkpoints = modules.random_checkpoints()
 # Those in which the parser sees something else: windows, softcaps, biases, packed and tied weights, longer queries.
 # What else differs between families is in the lowered graph's own tests.
 PLAIN, *DIFFERENT = (
@@ -53,22 +51,6 @@ class Ranges(Calibrated):
         return 8.0
 
 
-@pytest.fixture(scope="session")
-def exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The export of a random checkpoint by its name; each is made once."""
-    made: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            if name == "invented":
-                return random_checkpoints.make_case(name, folder).export
-            made[name] = random_checkpoints.shared_export(random_checkpoints.CASES[name], folder) / "export"
-        return made[name]
-
-    return get
-
-
 class Built:
     """A lowered graph, the network that was parsed of it, and its engine."""
 
@@ -84,7 +66,7 @@ class Built:
 
 @pytest.fixture
 def built(
-    rtx: Any, exports: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rtx: Any, exported: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Built]]:
     """Lowers an export and builds it."""
     networks: list[Network] = []
@@ -97,7 +79,7 @@ def built(
     with ExitStack() as opened:
 
         def build(name: str, body: QuantConfig, *, compute: str = "float16", gpus: tuple[str, ...] = ()) -> Built:
-            export = exports(name)
+            export = exported(name).export
             geometry, model = read_export(export).geometry, ir.load(export / DECODER_FILE)
             weights = opened.enter_context(closing(WeightFile(tmp_path)))
             limits = Limits(CAPACITY, DECODE.batch, PREFILL.sequence)

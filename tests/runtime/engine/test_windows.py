@@ -22,8 +22,8 @@ TIE = 1e-3
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("case")
-    return random_checkpoints().make_case(request.param, folder, sliding_window=WINDOW, max_position_embeddings=CONTEXT)
+    changes = {"sliding_window": WINDOW, "max_position_embeddings": CONTEXT}
+    return random_checkpoints().make_case(request.param, tmp_path_factory, **changes)
 
 
 @pytest.fixture(scope="module")

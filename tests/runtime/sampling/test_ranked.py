@@ -54,10 +54,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     **{f"top_k {k}": {"top_k": k} for k in (1, 20, 255, 256, 1000)},
     **{f"top_p {p}": {"top_p": p} for p in (0.1, 0.5, 0.9, 0.999)},
-    **{
-        f"temperature {t}, top_p {p}": {"temperature": t, "top_p": p} for t in (0.3, 0.7, 1.3, 2.5) for p in (0.8, 0.95)
-    },
-    **{f"top_k {k}, top_p {p}": {"top_k": k, "top_p": p} for k in (256, 257) for p in (0.3, 0.5)},
+    **{f"temperature {t}, top_p 0.8": {"temperature": t, "top_p": 0.8} for t in (0.3, 0.7, 1.3, 2.5)},
+    **{f"top_k {k}, top_p 0.5": {"top_k": k, "top_p": 0.5} for k in (256, 257)},
     "cold": {"temperature": 1e-40, "top_p": 0.9},
     "min_p": {"min_p": 0.1},
     "hot min_p": {"min_p": 0.02, "temperature": 1.5},
@@ -124,21 +122,23 @@ def choose(
     return *found, device.fetched
 
 
-@pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("row", ROWS)
-def test_candidates_give_the_tokens_of_the_whole_row(row, name):
-    wanted, found, _ = choose(ROWS[row], SETTINGS[name])
-    assert [choice.token for choice in found] == [choice.token for choice in wanted]
-    for choice, want in zip(found, wanted, strict=True):
-        if want.logprobs is not None:
-            assert [token for token, _ in choice.logprobs.top] == [token for token, _ in want.logprobs.top]
-            mine, whole = ([it.logprob, *(logprob for _, logprob in it.top)] for it in (choice.logprobs, want.logprobs))
-            assert mine == pytest.approx(whole, abs=LOGPROB_TOLERANCE, rel=LOGPROB_TOLERANCE)
+def test_candidates_give_the_tokens_of_the_whole_row(row):
+    for name, settings in SETTINGS.items():
+        wanted, found, _ = choose(ROWS[row], settings)
+        assert [choice.token for choice in found] == [choice.token for choice in wanted], name
+        for choice, want in zip(found, wanted, strict=True):
+            if want.logprobs is not None:
+                assert [token for token, _ in choice.logprobs.top] == [token for token, _ in want.logprobs.top], name
+                mine, whole = (
+                    [it.logprob, *(logprob for _, logprob in it.top)] for it in (choice.logprobs, want.logprobs)
+                )
+                assert mine == pytest.approx(whole, abs=LOGPROB_TOLERANCE, rel=LOGPROB_TOLERANCE), name
 
 
-@pytest.mark.parametrize(("row", "name"), ENOUGH)
-def test_the_row_stays_on_the_gpu_where_candidates_decide(row, name):
-    assert choose(ROWS[row], SETTINGS[name])[2] == 0
+def test_the_row_stays_on_the_gpu_where_candidates_decide():
+    for row, name in ENOUGH:
+        assert choose(ROWS[row], SETTINGS[name])[2] == 0, (row, name)
 
 
 @pytest.mark.parametrize("name", ["none", "temperature", "typical_p", "xtc", "mirostat", "penalty", "ban"])

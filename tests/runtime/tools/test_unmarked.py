@@ -88,16 +88,16 @@ CONTENT = {
 }
 
 
-@pytest.mark.parametrize("form", ["hermes", "llama3", "pythonic", "cohere", "qwen3_coder", "gemma4"])
 @pytest.mark.parametrize("kind", READ)
-def test_a_whole_answer_of_call_objects_is_calls(form: str, kind: str, hear: Callable[..., Any]):
+def test_a_whole_answer_of_call_objects_is_calls(kind: str, hear: Callable[..., Any]):
     text, calls = READ[kind]
-    content, _, heard = hear(text, form)
-    assert (content.strip(), [(name, json.loads(given)) for name, given in heard]) == (
-        "",
-        [(name, json.loads(given)) for name, given in calls],
-    )
-    assert hear(list(text), form) == (content, "", heard)
+    for form in ("hermes", "llama3", "pythonic", "cohere", "qwen3_coder", "gemma4"):
+        content, _, heard = hear(text, form)
+        assert content.strip() == "", form
+        assert [(name, json.loads(given)) for name, given in heard] == [
+            (name, json.loads(given)) for name, given in calls
+        ], form
+        assert hear(list(text), form) == (content, "", heard), form
 
 
 @pytest.mark.parametrize("kind", CONTENT)
@@ -130,9 +130,9 @@ def test_they_are_read_after_reasoning_and_written_as_they_were(hear: Callable[.
     assert json.loads(given) == {"a": "b\nc"}  # a line end in a text, which strict readers of JSON refuse
 
 
-@pytest.mark.parametrize("end", range(1, len(WEATHER)))
-def test_one_that_is_cut_is_content(end: int, hear: Callable[..., Any]):
-    assert hear(WEATHER[:end], cut=True) == (WEATHER[:end], "", [])
+def test_one_that_is_cut_is_content(hear: Callable[..., Any]):
+    for end in range(1, len(WEATHER)):
+        assert hear(WEATHER[:end], cut=True) == (WEATHER[:end], "", [])
 
 
 def test_where_one_call_may_come_two_are_content(hear: Callable[..., Any]):

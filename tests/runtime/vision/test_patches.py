@@ -16,7 +16,7 @@ from llmc.runtime.vision.patches import cut_patches, make_feeds
 from llmc.runtime.vision.rows import ImageRows, place_rows, place_tokens
 
 SIZES = [(1, 1), (1, 200), (200, 1), (14, 14), (28, 28), (29, 27), (96, 96), (640, 481), (37, 211), (300, 299)]
-SIZES += [tuple(map(int, size)) for size in np.random.default_rng(1).integers(4, 700, (40, 2))]
+SIZES += [tuple(map(int, size)) for size in np.random.default_rng(1).integers(4, 700, (14, 2))]
 IMAGES = [(MODES[number % len(MODES)], *size) for number, size in enumerate(SIZES)]
 # Qwen2.5-VL's, with uneven means, and bounds that some of the images are beyond on either side.
 PATCHING = Patching(56 * 56, 200_000, "bicubic", 1 / 255, (0.5, 0.4, 0.3), (0.5, 0.25, 0.3), 2, 4, 0)

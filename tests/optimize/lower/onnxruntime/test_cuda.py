@@ -257,7 +257,7 @@ def test_every_operator_has_a_cuda_kernel(case, lowered, form, compute):
         assert first <= onnx.defs.get_schema(node.op_type, opset).since_version <= last, node.op_type
 
 
-@pytest.mark.parametrize("case", random_checkpoints().DENSE, indirect=True)
+@varied
 @pytest.mark.parametrize("compute", ["float16", "float32"])
 def test_no_value_goes_from_the_host_to_the_device_but_into_arguments_that_kernels_take_from_the_host(
     case, lowered, compute

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 import pytest
-from doubles.lowerings import difference
+from doubles.lowerings import VARIED, difference
 
 from llmc.bundle import DECODER_FILE
 from llmc.optimize.build import build
@@ -18,6 +18,13 @@ pytest.importorskip("onnxruntime", "1.32", reason="older engines take one token 
 # As in test_lowering.py.
 FLOAT_TOLERANCE = 1e-4
 CAPACITY = 24
+# Attentions of every kind, and what stands in their place.
+FAMILIES = (
+    *VARIED,
+    "gpt_oss-sinks-clamped-experts-bf16",
+    "deepseek_v2-latent-keys-grouped-experts",
+    "qwen3_5-delta-and-gates",
+)
 
 
 @pytest.fixture
@@ -39,7 +46,8 @@ def groups(lowered) -> int:
     return sum(item.heads > item.kv_heads for item in plain)
 
 
-def test_token_by_token_equals_the_portable_graph_in_every_family(case, folding, decoder, portable_logits, ids):
+@pytest.mark.parametrize("case", FAMILIES, indirect=True)
+def test_token_by_token_equals_the_portable_graph(case, folding, decoder, portable_logits, ids):
     lowered = folding(case.export)
     folder = lowered.save()
     assert len(lowered.nodes("If")) == groups(lowered)

@@ -17,9 +17,9 @@ PIECES = [7, 1, 12]
 
 
 @pytest.fixture(scope="module")
-def rotated_apart(make_case: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def rotated_apart(exported: Callable[..., Any]) -> Any:
     """A checkpoint whose heads are 24 wide, with a window."""
-    return make_case("qwen3-biases-window-in-first-layer", tmp_path_factory.mktemp("heads"), head_dim=24)
+    return exported("qwen3-biases-window-in-first-layer", head_dim=24)
 
 
 def test_heads_are_rotated_before_attention(rotated_apart, lowering, decoder, ids):
@@ -39,9 +39,9 @@ def test_heads_that_are_not_rotated_exceed_the_tolerance(rotated_apart, lowering
     assert difference(got, decoder(rotated_apart.export, lowered.geometry)(ids)) > 100 * FLOAT_TOLERANCE
 
 
-def test_heads_without_a_kernel_are_refused_before_anything_is_built(make_case, tmp_path: Path):
+def test_heads_without_a_kernel_are_refused_before_anything_is_built(exported, tmp_path: Path):
     """TensorRT, as it is installed, fails inside of its attention."""
-    export = make_case("qwen3-tied-sharded", tmp_path, head_dim=20, num_hidden_layers=1).export
+    export = exported("qwen3-tied-sharded", head_dim=20, num_hidden_layers=1).export
     for target in ("cpu", "cuda"):
         with pytest.raises(BuildError, match=r"self_attn has a head_dim of 20, .* a multiple of 8; build for cuda"):
             build(export, tmp_path / "bundle", target=target)

@@ -15,6 +15,7 @@ pytest.importorskip("onnxruntime", "1.32", reason="older engines take no rows of
 
 # As in test_lowering.py.
 FLOAT_TOLERANCE = 1e-4
+FAMILIES = (*VARIED, "gpt_oss-sinks-clamped-experts-bf16")
 CAPACITY = 24
 # Of each row: tokens before the call, and new ones; one begins, one goes on with a single token, one has none.
 PASTS, NEW = (0, 9, 5, 3), (11, 1, 0, 7)
@@ -92,6 +93,7 @@ def largest_difference(rows) -> float:
     return max(found)
 
 
+@pytest.mark.parametrize("case", FAMILIES, indirect=True)
 def test_a_row_alone_equals_the_portable_graph(case, packing, decoder, portable_logits, ids):
     lowered = packing(case.export)
     folder = lowered.save()
@@ -114,7 +116,7 @@ def test_a_row_alone_equals_the_portable_graph(case, packing, decoder, portable_
     assert difference(np.concatenate(logits), portable_logits(case)) <= FLOAT_TOLERANCE
 
 
-@pytest.mark.parametrize("case", [*VARIED, "gpt_oss-sinks-clamped-experts-bf16"], indirect=True)
+@pytest.mark.parametrize("case", FAMILIES, indirect=True)
 def test_rows_of_different_lengths_are_as_alone(case, packing, decoder):
     lowered = packing(case.export)
     folder = lowered.save()

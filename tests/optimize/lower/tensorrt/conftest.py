@@ -1,7 +1,6 @@
 """Random tiny exports of every family, lowered for TensorRT and run by ONNX Runtime as the parser gets them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ from llmc.optimize.quantize import rtn
 from llmc.optimize.targets import NATIVE
 from llmc.optimize.weights.store import Calibrated
 
-random_checkpoints = modules.random_checkpoints()
-CASES: tuple[str, ...] = random_checkpoints.DENSE
+CASES: tuple[str, ...] = modules.random_checkpoints().DENSE
 TOKENS = 20
 CAPACITY = 48
 # Numbers of cache positions that attention looks at; all of them hold the 20 tokens.
@@ -33,30 +31,8 @@ EMBEDDING = "model.embed_tokens"
 Cache = dict[str, np.ndarray]
 
 
-@dataclass(frozen=True)
-class Export:
-    """A random checkpoint's export."""
-
-    name: str
-    export: Path
-
-
-@pytest.fixture(scope="session")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Export]:
-    """The export of a random checkpoint by its name; each is made once."""
-    made: dict[str, Export] = {}
-
-    def get(name: str) -> Export:
-        if name not in made:
-            case, folder = random_checkpoints.CASES[name], tmp_path_factory.mktemp(name)
-            made[name] = Export(name, random_checkpoints.shared_export(case, folder) / "export")
-        return made[name]
-
-    return get
-
-
 @pytest.fixture(scope="session", params=CASES)
-def case(request: pytest.FixtureRequest, exported: Callable[[str], Export]) -> Export:
+def case(request: pytest.FixtureRequest, exported: Callable[[str], Any]) -> Any:
     """Each of the random checkpoints in turn."""
     return exported(request.param)
 
