@@ -17,6 +17,7 @@ from doubles.serving import serving
 from PIL import Image, ImageOps
 
 from llmc.optimize.build import build
+from llmc.optimize.recipe import Request
 from llmc.runtime import Model, load
 from llmc.runtime.model import verify
 from llmc.runtime.selftest import make_image
@@ -276,7 +277,7 @@ def exchange_positions(model: Model) -> float:
 @with_axes
 def test_in_8_bits_the_tower_is_judged_and_the_bundle_verified(shared: Path, tmp_path: Path):
     """Both graphs rotate the residual stream here, and what is added to it behind layers."""
-    report = build(shared / "export", tmp_path / "int8", precision="int8", max_batch=4)
+    report = build(shared / "export", tmp_path / "int8", recipe=Request(phases="split"), max_batch=4)
     assert report.manifest.recipe.rotated
     assert report.manifest.similarity is not None and report.manifest.similarity.texts >= 12
     assert LEAST_COSINE < report.manifest.similarity.smallest < 1 - 1e-6
