@@ -132,6 +132,8 @@ class _Probe:
         self._session.cache.write_states(0, past, states)
         alone = []
         for at in range(past, self._most):
+            for row in range(1, rows):
+                self._session.cache.write_states(row, int(ends[row]), self._states[row])
             ends[0] = at
             alone.append(self._far(phase, np.full((rows, 1), text[at]), ends, 1)[0])
         return _same((np.concatenate(alone), self._fill_cache(past, count)), together, count)
