@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 SUBJECTS = {
-    "bundle": ("llmc.json", "tokenizer.json", "tokenizer_config.json", "decode.onnx", "prefill.onnx"),
+    "bundle": ("llmc.json", "tokenizer.json", "tokenizer_config.json", "decoder.onnx"),
     "checkpoint": ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors"),
     "gguf": ("model.gguf",),
     "processor": ("preprocessor_config.json", "processor_config.json"),

@@ -77,7 +77,7 @@ def test_an_interruption_at_any_step_leaves_what_was_there(source, untouched, st
             raise error
 
     with pytest.raises(error):
-        build(source, untouched, force=True, progress=interrupt)
+        build(source, untouched, recipe=Request(phases="split"), force=True, progress=interrupt)
 
 
 def full(*_: object, **__: object) -> None:

@@ -32,7 +32,7 @@ KINDS = {"tiny": "int8", "gemma2-softcaps": "int4", "qwen3_5-delta-and-gates": "
 def built(
     request: pytest.FixtureRequest,
     tiny_export: Path,
-    tiny_bundle: Path,
+    split_bundle: Path,
     exported: Callable[[str], Any],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, Path, Path]:
@@ -41,7 +41,7 @@ def built(
         tmp_path_factory.mktemp("head"),
         Request(precision=KINDS[request.param], phases="split", scheme="rtn"),
     )
-    export, whole = tiny_export, tiny_bundle
+    export, whole = tiny_export, split_bundle
     if request.param != "tiny":
         export, whole = exported(request.param).export, folder / "whole"
         build(export, whole, recipe=recipe)

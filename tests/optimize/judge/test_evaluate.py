@@ -228,8 +228,8 @@ def test_a_planted_error_exceeds_the_bounds(bundles, text, tiny_export, tmp_path
     assert math.isfinite(quality.perplexity)
 
 
-def test_a_bundle_that_computes_nan_is_refused(bundles, text, tmp_path):
-    folder = shutil.copytree(bundles["int8"], tmp_path / "nan")
+def test_a_bundle_that_computes_nan_is_refused(split_bundle, text, tmp_path):
+    folder = shutil.copytree(split_bundle, tmp_path / "nan")
     rescale(folder, "layers.2.self_attn.o_proj", float("nan"))
     few = dataclasses.replace(text, ids=text.ids[:1])
     with (

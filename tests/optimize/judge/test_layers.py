@@ -27,13 +27,13 @@ def tokens() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def made(exported, tmp_path_factory: pytest.TempPathFactory):
-    """Bundles of random checkpoints, each built once."""
+    """Bundles of random checkpoints, each built once; rounded ones have a graph for each phase."""
     folder, built = tmp_path_factory.mktemp("layers"), {}
 
     def get(name: str, precision: str) -> Path:
         if (name, precision) not in built:
-            output = folder / f"{name}-{precision}"
-            built[name, precision] = build(exported(name).export, output, precision=precision).output
+            request = Request(precision=precision, phases=None if precision == "fp32" else "split")
+            built[name, precision] = build(exported(name).export, folder / f"{name}-{precision}", recipe=request).output
         return built[name, precision]
 
     return get

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from llmc.bundle import read_bundle
 from llmc.errors import BundleError
 from llmc.runtime.sessions.onnxruntime.onnx_file import check_weights
 
@@ -71,20 +72,25 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("graph", ["prefill.onnx", "decode.onnx"])
-def test_the_graphs_of_a_build_name_places_where_their_weights_can_be(tiny_bundle: Path, graph: str):
-    check_weights(tiny_bundle / graph, {"weights.bin"})
+def test_the_graphs_of_a_build_name_places_where_their_weights_can_be(tiny_bundle: Path, split_bundle: Path):
+    checked = [
+        folder / graph.file for folder in (tiny_bundle, split_bundle) for graph in read_bundle(folder).graphs.values()
+    ]
+    assert len(set(checked)) == 3
+    for graph in checked:
+        check_weights(graph, {"weights.bin"})
 
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_place_that_an_engine_must_not_map_is_refused(tiny_bundle: Path, tmp_path: Path, case: str):
     change, words = HOSTILE[case]
     (tmp_path / "weights.bin").symlink_to(tiny_bundle / "weights.bin")
-    model = onnx.load(tiny_bundle / "decode.onnx", load_external_data=False)
+    name = read_bundle(tiny_bundle).graphs["decode"].file
+    model = onnx.load(tiny_bundle / name, load_external_data=False)
     change(model)
-    (tmp_path / "decode.onnx").write_bytes(model.SerializeToString())
+    (tmp_path / name).write_bytes(model.SerializeToString())
     with pytest.raises(BundleError, match=words):
-        check_weights(tmp_path / "decode.onnx", {"weights.bin"})
+        check_weights(tmp_path / name, {"weights.bin"})
 
 
 @pytest.mark.parametrize("broken", [b"\x3a\xff\xff\xff\x7f", b"\xff", b"\x3b", b"\x3a\x03\x2a\x7f\x00"])
