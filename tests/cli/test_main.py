@@ -19,7 +19,6 @@ VERBS = (
     "export",
     "plan",
     "build",
-    "distill",
     "adapter",
     "run",
     "chat",

@@ -85,9 +85,6 @@ class FakeModel:
         self.closed = True
 
 
-LOADED = dict.fromkeys(("threads", "max_context", "self_test", "verify", "memory")) | {"emulate": False, "device": 0}
-
-
 def given(sampling: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in sampling.items() if value is not None}
 
@@ -106,7 +103,8 @@ def test_text_goes_to_stdout_and_nothing_else_anywhere(llmc, model: FakeModel, t
     ran = llmc("run", tmp_path, "-p", "Once")
     assert (ran.code, ran.out, ran.err) == (0, "ab\n", "")
     assert model.asked == [("stream", "Once", {})]
-    assert model.loaded == {"bundle": tmp_path, **LOADED}
+    unset = dict.fromkeys(("threads", "max_context", "self_test", "verify", "memory"))
+    assert model.loaded == {"bundle": tmp_path, **unset, "emulate": False, "device": 0, "draft": "auto"}
     assert model.closed
 
 

@@ -483,7 +483,10 @@ class ModelPool:
             await self._in_thread(model.load_adapter, adapter, folder)
         except LlmcError as error:
             log.error("%s: the adapter %s could not be loaded: %s", place.name, adapter, error)
-            raise
+            if not isinstance(error, BundleError) or error.path is None:
+                raise
+            said = f"the adapter {adapter} could not be loaded: {error.problem}"  # clients are not told the path
+            raise BundleError(said, error.advice, path=error.path) from error
         place.adapters = (*place.adapters, adapter)
         event(log, "adapter loaded", model=place.name, adapter=adapter)
 

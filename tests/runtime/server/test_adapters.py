@@ -201,7 +201,7 @@ class TestAdmins:
         stray.symlink_to(folder / ADAPTERS_FOLDER / "sql") if kind == "link" else stray.write_text("")
         refused, reloaded = (ask("admin", f"/admin/models/tiny/{it}") for it in ("adapters/stray/load", "reload"))
         stray.unlink()
-        assert refused.status_code == 400 and "there is no adapter 'stray'" in refused.text
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "adapter"
         assert reloaded.is_success
 
     def test_are_told_of_a_damaged_one_by_its_name(self, ask: Any, folder: Path):
@@ -210,5 +210,6 @@ class TestAdmins:
         (damaged / "factors.npy").write_bytes(b"none")
         refused = ask("admin", "/admin/models/tiny/adapters/damaged/load")
         shutil.rmtree(damaged)
-        assert refused.status_code == 500 and refused.json()["error"]["message"].startswith("damaged: factors.npy")
+        said = refused.json()["error"]["message"]
+        assert refused.status_code == 500 and "adapter damaged" in said and "factors.npy" in said
         assert ask("own", "/v1/completions", prompt="a", max_tokens=1).status_code == 200

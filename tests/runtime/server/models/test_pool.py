@@ -484,7 +484,7 @@ class TestAdapters:
         (folders["a"] / ADAPTERS_FOLDER / "sql").mkdir(parents=True)
         with pytest.raises(BundleError) as refused:
             await pool.load_adapter("a", "sql")
-        assert from_llmc(refused.value).message == "the model: it is damaged"
+        assert from_llmc(refused.value).message == "the model: the adapter sql could not be loaded: it is damaged"
         assert pool.adapters == {}
         await use(pool, "a")
 
