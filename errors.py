@@ -72,9 +72,9 @@ class LlmcError(Exception):
     def sentence(self, parameter: str | None = None) -> str:
         """The message, made :func:`printable`, with the caller's name of the parameter."""
         subject = self.parameter if parameter is None else parameter
-        said = f"{subject} {self.problem}" if self.names_parameter else self.problem
-        said = f"{said}; {self.advice}" if self.advice else said
-        return printable(f"{self.path}: {said}" if self.path else said)
+        text = f"{subject} {self.problem}" if self.names_parameter else self.problem
+        text = f"{text}; {self.advice}" if self.advice else text
+        return printable(f"{self.path}: {text}" if self.path else text)
 
 
 class UsageError(LlmcError):

@@ -187,15 +187,15 @@ class GgmlTensor(CodedTensor):
     def _read_bytes(self, start: int, stop: int) -> NDArray[np.uint8]:
         """The bytes of rows of the matrix, uint8 [n, bytes]."""
         places, first = self._places[start:stop], 0
-        found = np.empty((len(places), sizes(self.packed)[1]), np.uint8)
+        rows = np.empty((len(places), sizes(self.packed)[1]), np.uint8)
         for part in filter(None, (self.packed, self.second)):
             chosen = np.flatnonzero((first <= places) & (places < first + sizes(part)[0]))
             if len(chosen):
                 own = places[chosen] - first
                 raw = np.frombuffer(_rows(part, int(own.min()), int(own.max()) + 1), np.uint8)
-                found[chosen] = raw.reshape(-1, found.shape[1])[own - own.min()]
+                rows[chosen] = raw.reshape(-1, rows.shape[1])[own - own.min()]
             first += sizes(part)[0]
-        return found
+        return rows
 
     @cached_property
     def _places(self) -> NDArray[np.integer[Any]]:

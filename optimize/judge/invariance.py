@@ -87,6 +87,8 @@ class _Probe:
         limits = manifest.limits
         longest = min(limits.prefill_chunk, limits.max_context - PREFIX, LONGEST)
         self._longest = max(longest - longest % 2, max(SIZES))
+        self._files = {phase: manifest.graphs[phase.value].file for phase in Phase}
+        self._alone: dict[str, bool] = {}  # by file: whether far lone tokens get the bits of several
         self._long = [tokens for tokens in LONG_SIZES if tokens < self._longest]
         self._rows = [rows for rows in SIZES if rows <= limits.max_batch]
         self._most = min(limits.max_context, FAR + max(SIZES))
@@ -120,6 +122,13 @@ class _Probe:
         )
 
     def _is_alone_alike(self, phase: Phase) -> bool:
+        """Compare lone tokens with several behind a long prefix, once where both phases have one graph."""
+        file = self._files[phase]
+        if file not in self._alone:
+            self._alone[file] = self._compare_far(phase)
+        return self._alone[file]
+
+    def _compare_far(self, phase: Phase) -> bool:
         """True if lone tokens behind a long prefix get the bits that several get in one call; beside another row, where
         rows are computed in pairs."""
         count, rows = max(SIZES), min(2, len(self._prefixes))

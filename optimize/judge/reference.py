@@ -226,7 +226,7 @@ def empty_caches(caches: Iterable[Cache], rows: int, positions: int, dtype: str)
 def _read_blocks(part: ir.Model) -> dict[str, Float]:
     """Make the floats of GGML's blocks inputs of a part, which the engine would take five times the time and memory to
     unpack. Return what to feed."""
-    found = dict[str, Float]()
+    fed = dict[str, Float]()
     for node in [node for node in part.graph if node.op_type in LAYOUTS]:
         blocks, [output] = find_weight(node.outputs[0]), node.outputs
         spans = pieces(sizes(blocks))
@@ -235,10 +235,10 @@ def _read_blocks(part: ir.Model) -> dict[str, Float]:
         output.replace_all_uses_with(value)
         output.name = f"{value.name}.packed"
         part.graph.inputs.append(value)
-        found[str(value.name)] = floats
-    if found:
+        fed[str(value.name)] = floats
+    if fed:
         common_passes.RemoveUnusedNodesPass()(part)
-    return found
+    return fed
 
 
 def _read_span(tensor: Weight, span: tuple[int, int]) -> Float:

@@ -84,17 +84,17 @@ def _of_build(
 
 def _compare_graphs(geometry: Geometry, asked: Request, abilities: Capabilities, tokenizer: int) -> dict[str, Sizes]:
     """Compare what a bundle takes with two graphs and with one; empty where there is no choice."""
-    found = dict[str, Sizes]()
+    compared = dict[str, Sizes]()
     if geometry.mixtures or geometry.borrows or geometry.diffusion:
-        return found
+        return compared
     for phases, name in GRAPHS.items():
         try:
             recipe, limits = settle(replace(asked, phases=phases), geometry, abilities, "plan", can_calibrate())
         except UsageError:
             return {}
         parts = memory_plan(geometry, limits, recipe, tokenizer).parts(limits.max_context, limits.max_batch)
-        found[name] = Sizes(bundle_bytes(geometry, recipe, limits, tokenizer), sum(parts.values()))
-    return found
+        compared[name] = Sizes(bundle_bytes(geometry, recipe, limits, tokenizer), sum(parts.values()))
+    return compared
 
 
 def _tokenizer_bytes(path: Path) -> int:
