@@ -5,6 +5,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llmc.runtime.kv.cache import KVCache
 from llmc.runtime.vision.rows import ImageRows
 
@@ -15,13 +18,13 @@ class TornError(Exception):
 
 @dataclass(frozen=True)
 class Window:
-    """A call of a diffusion model: ``tokens`` from the position ``start`` of a row on, which see the ``seen`` first
-    positions of it; logits are wanted of those numbered ``outputs``."""
+    """A call of a diffusion model: ``tokens`` from the position ``start`` of a row on, with inputs ``feeds`` by name;
+    logits are wanted of the tokens numbered ``outputs``."""
 
     start: int
     tokens: list[int]
-    seen: int
     outputs: list[int]
+    feeds: dict[str, NDArray[Any]]
 
 
 @dataclass(eq=False)
@@ -62,6 +65,11 @@ class Slot:
     def text_length(self) -> int:
         """Tokens of its text, by which ropes switch."""
         return len(self.context)
+
+    def feeds(self, start: int, end: int) -> dict[str, NDArray[Any]]:
+        """Inputs that it brings to a call of its tokens ``start`` ... ``end - 1``, by name, of one row each."""
+        images = {} if self.images is None else self.images.feeds(start, end)
+        return {"text_lengths": np.array([self.text_length]), **images}
 
 
 _S = TypeVar("_S", bound=Slot)
