@@ -1,9 +1,9 @@
-"""Contract 1: the inputs and outputs of a decoder's graph, and of an encoder's.
+"""Contract 1: inputs and outputs of a decoder's graph, and of an encoder's. ``export/README.md`` says what they mean.
 
 Export names them, lowerings add some, and whatever runs a graph feeds the inputs that the graph asks for.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +12,7 @@ from llmc.bundle.model.cache import Cache
 from llmc.bundle.model.geometry import Geometry
 
 Feeds = Mapping[str, Any]
-Shape = tuple[str | int, ...]
-AXES, WIDTH, VOCAB = "axes", "width", "vocab"  # sizes of the model; all other axes are the call's
-
-
-def _end(feeds: Feeds) -> Any:
-    """Positions [B] of each row behind the last new token that counts."""
-    return feeds["past_lengths"] + feeds.get("new_lengths", feeds["input_ids"].shape[1])
-
-
-def _places(feeds: Feeds) -> Any:
-    """Places [B, S] of the new tokens in their rows."""
-    return feeds["past_lengths"][:, None] + range(feeds["input_ids"].shape[1])
+Tensor = tuple[str, tuple[str | int, ...]]  # type and shape, with names of axes whose sizes are a call's
 
 
 @dataclass(frozen=True)
@@ -31,23 +20,20 @@ class Input:
     """An input of a graph.
 
     Attributes:
-        shape: names of its axes.
-        meaning: for readers, with the graphs that have it unless all do.
-        when: whether the exported graph of a model has it; never where a lowering or a cut adds it.
+        shape: names of its axes; the sizes of ``axes`` and ``width`` are the model's, others the call's.
+        when: whether the exported graph of a model has it.
         plain: what a call feeds that brings nothing for it, from what the call brings and the shape: an array, a range
-            or a number, to be broadcast. None where each call brings it.
+            or a number, to be broadcast. None where every call brings it.
     """
 
     name: str
+    type: str
     shape: tuple[str, ...]
-    meaning: str
     when: Callable[[Geometry], bool]
     plain: Callable[[Feeds, Sequence[int]], Any] | None = None
-    type: str = "int64"
 
     def size(self, own: Sequence[Any], feeds: Feeds, attended: int = 0) -> tuple[int, ...]:
-        """Shape in a call with ``feeds`` over a cache of ``attended`` positions; ``own`` is the graph's, with the sizes
-        that are the model's."""
+        """Shape in a call over a cache of ``attended`` positions; ``own`` is the graph's, with the model's sizes."""
         if self.name in feeds:
             return tuple(feeds[self.name].shape)
         rows, tokens = feeds["input_ids"].shape
@@ -72,125 +58,67 @@ def _takes_rows(geometry: Geometry) -> bool:
     return geometry.vision is not None or geometry.head is not None
 
 
+def _has_axes(geometry: Geometry) -> bool:
+    return geometry.vision is not None and geometry.vision.axes > 0
+
+
 def _never(_: Geometry) -> bool:
-    return False
+    return False  # a lowering adds it, or a cut
+
+
+def _tokens(feeds: Feeds, _: Sequence[int]) -> Any:
+    return feeds["input_ids"].shape[1]
+
+
+def _ends(feeds: Feeds, _: Sequence[int]) -> Any:
+    return feeds["past_lengths"] + feeds.get("new_lengths", feeds["input_ids"].shape[1])
+
+
+def _places(feeds: Feeds, _: Sequence[int]) -> Any:
+    return feeds["past_lengths"][:, None] + range(feeds["input_ids"].shape[1])
 
 
 _TEXT, _ROW = ("batch", "sequence"), ("batch",)
 INPUTS = {
     it.name: it
     for it in (
-        Input("input_ids", _TEXT, "new tokens, right-padded", lambda _: True),
-        Input("past_lengths", _ROW, "valid positions in the cache before this call", _generates),
-        Input("logit_indices", ("batch", "outputs"), "which of the new positions get logits", _generates),
-        Input(
-            "lengths",
-            _ROW,
-            "only of an encoder, which has neither of the two before: tokens of each row",
-            lambda it: it.encoder is not None,
-            lambda feeds, _: feeds["input_ids"].shape[1],
-        ),
-        Input(
-            "new_lengths",
-            _ROW,
-            "only where some layer is recurrent: so many of a row's new tokens count, and padding leaves its states "
-            "alone; and where a lowering packs rows",
-            lambda it: it.has_states,
-            lambda feeds, _: feeds["input_ids"].shape[1],
-        ),
-        Input(
-            "embedding_indices",
-            _TEXT,
-            "only of a model that sees, or a draft head: -1 for a token's own embedding, else the row of `embeddings` "
-            "in its place",
-            _takes_rows,
-            lambda *_: -1,
-        ),
-        Input(
-            "embeddings",
-            ("rows", WIDTH),
-            "with them: rows of images, at least one, which calls without images do not look at; of Qwen3-VL as wide "
-            "as several, of which the others are added behind the first layers",
-            _takes_rows,
-            lambda *_: 0,
-            "float32",
-        ),
-        Input(
-            "positions",
-            (AXES, *_TEXT),
-            "only where positions have axes (Qwen's models that see): time, row and column of each new token",
-            lambda it: it.vision is not None and it.vision.axes > 0,
-            lambda feeds, _: _places(feeds),
-        ),
-        Input(
-            "seen_lengths",
-            _ROW,
-            "only of a diffusion model: all new tokens of a row see so many of its positions, those behind them too",
-            lambda it: it.diffusion is not None,
-            lambda feeds, _: _end(feeds),
-        ),
-        Input(
-            "text_lengths",
-            _ROW,
-            "only where ropes have other factors for long texts (longrope): how long each row's text is",
-            lambda it: it.long_after > 0,
-            lambda feeds, _: _end(feeds),
-        ),
-        Input(
-            "hidden",
-            (*_TEXT, WIDTH),
-            "only of a stage behind another, as `hidden.{i}`: hidden states before layer i; [1, tokens, width] of the "
-            "tokens that count where rows are packed",
-            _never,
-            lambda *_: 0,
-            "float32",
-        ),
-        Input(
-            "cache_slots",
-            ("attended",),
-            "only of graphs for TensorRT: 0, 1, 2 ..., as many as the positions of the cache that attention looks at",
-            _never,
-            lambda _, shape: range(shape[0]),
-        ),
+        Input("input_ids", "int64", _TEXT, lambda _: True),
+        Input("past_lengths", "int64", _ROW, _generates),
+        Input("logit_indices", "int64", ("batch", "outputs"), _generates),
+        Input("lengths", "int64", _ROW, lambda it: it.encoder is not None, _tokens),
+        Input("new_lengths", "int64", _ROW, lambda it: it.has_states, _tokens),
+        Input("embedding_indices", "int64", _TEXT, _takes_rows, lambda *_: -1),
+        Input("embeddings", "float32", ("rows", "width"), _takes_rows, lambda *_: 0),
+        Input("positions", "int64", ("axes", *_TEXT), _has_axes, _places),
+        Input("seen_lengths", "int64", _ROW, lambda it: it.diffusion is not None, _ends),
+        Input("text_lengths", "int64", _ROW, lambda it: it.long_after > 0, _ends),
+        Input("hidden", "float32", (*_TEXT, "width"), _never, lambda *_: 0),  # of a stage, as hidden.{first layer}
+        Input("cache_slots", "int64", ("attended",), _never, lambda _, shape: range(shape[0])),
     )
 }
-# What every call of a decoder brings.
 BROUGHT = tuple(it for it in INPUTS.values() if it.plain is None)
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """An input or an output of a graph; ``shape`` has numbers, and names of axes whose sizes are a call's."""
-
-    name: str
-    type: str
-    shape: Shape
-
-
-def list_inputs(geometry: Geometry) -> list[Tensor]:
-    """Inputs of a model's exported graph, in their order."""
-    numbers: dict[str, str | int] = {AXES: geometry.vision.axes if geometry.vision else 0, WIDTH: geometry.row_width}
-    found = [
-        Tensor(it.name, it.type, tuple(numbers.get(axis, axis) for axis in it.shape))
-        for it in INPUTS.values()
-        if it.when(geometry)
-    ]
-    pasts = [tensor for cache in geometry.caches for tensor in _list_cache(cache, cache.inputs)]
-    return [*found[: len(BROUGHT)], *pasts, *found[len(BROUGHT) :]]
+def list_inputs(geometry: Geometry) -> dict[str, Tensor]:
+    """Inputs of a model's exported graph by name, in their order."""
+    numbers = {"axes": geometry.vision.axes if geometry.vision else 0, "width": geometry.row_width}
+    asked = [it for it in INPUTS.values() if it.when(geometry)]
+    found = [(it.name, (it.type, tuple([numbers.get(axis, axis) for axis in it.shape]))) for it in asked]
+    pasts = [(name, _describe(cache)) for cache in geometry.caches for name in cache.inputs]
+    return dict([*found[: len(BROUGHT)], *pasts, *found[len(BROUGHT) :]])
 
 
-def list_outputs(geometry: Geometry) -> list[Tensor]:
-    """Outputs of a model's exported graph, in their order."""
-    if geometry.encoder is not None:
-        shape: Shape = ("batch",) if geometry.encoder.result == "scores" else ("batch", geometry.encoder.width)
-        return [Tensor(geometry.encoder.result, "float32", shape)]
-    found = [Tensor("logits", "float32", ("batch", "outputs", geometry.vocab_size))]
-    found += [tensor for cache in geometry.caches for tensor in _list_cache(cache, cache.outputs)]
-    if geometry.head is not None:
-        found.append(Tensor(HIDDEN, "float32", ("batch", "outputs", geometry.head.own_width)))
-    return found
+def list_outputs(geometry: Geometry) -> dict[str, Tensor]:
+    """Outputs of a model's exported graph by name, in their order."""
+    if (end := geometry.encoder) is not None:
+        return {end.result: ("float32", ("batch", end.width) if end.result == "embeddings" else ("batch",))}
+    caches = {name: _describe(cache) for cache in geometry.caches for name in cache.outputs}
+    found: dict[str, Tensor] = {"logits": ("float32", ("batch", "outputs", geometry.vocab_size)), **caches}
+    own = geometry.head and {HIDDEN: ("float32", ("batch", "outputs", geometry.head.own_width))}
+    return {**found, **(own or {})}
 
 
-def _list_cache(cache: Cache, names: Sequence[str]) -> Iterator[Tensor]:
-    shape = ("batch", *cache.shape) if cache.kind == "state" else ("batch", cache.shape[0], "capacity", cache.shape[1])
-    return (Tensor(name, "float32", shape) for name in names)
+def _describe(cache: Cache) -> Tensor:
+    if cache.kind == "state":
+        return "float32", ("batch", *cache.shape)
+    return "float32", ("batch", cache.shape[0], "capacity", cache.shape[1])

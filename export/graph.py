@@ -24,11 +24,11 @@ Names in the result, which later stages rely on (``P`` is a module path such as 
 """
 
 import ast
-import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,6 @@ from torch.utils._pytree import tree_leaves
 
 from llmc import __version__, bundle
 from llmc.bundle import contract
-from llmc.bundle.contract import list_inputs
 from llmc.bundle.model.geometry import Geometry
 from llmc.export import expert_ops, ggml_ops, ops, recurrent_ops
 from llmc.export.blocks.rope import inverse_frequencies
@@ -215,25 +214,21 @@ def _quiet() -> Iterator[None]:
 
 def _sample_inputs(geometry: Geometry) -> tuple[tuple[Any, ...], tuple[Any, ...], list[str]]:
     """Arguments of the module's ``forward``, the axes of each that are a call's, and the inputs in this order."""
-    tensors = {tensor.name: tensor for tensor in list_inputs(geometry)}
+    inputs, axes = contract.list_inputs(geometry), {axis: torch.export.Dim(axis) for axis in _SIZES}
     layers = [geometry.caches_of(layer) for layer in range(geometry.layers)]
     held = [[cache] for cache in geometry.caches] if geometry.borrows else layers
 
-    def arrange(make: Callable[[contract.Tensor], Any]) -> tuple[Any, ...]:
-        made: dict[str, Any] = {name: make(tensor) for name, tensor in tensors.items()}
-        made["pasts"] = [tuple(made[name] for cache in caches for name in cache.inputs) for caches in held]
-        return tuple(
-            made.get(name) for name in inspect.signature(_module(geometry).forward).parameters if name != "self"
-        )
+    def arrange(made: Mapping[str, Any]) -> tuple[Any, ...]:
+        pasts = [tuple(made[name] for cache in caches for name in cache.inputs) for caches in held]
+        return tuple({**made, "pasts": pasts}.get(name) for name in signature(_module(geometry).forward).parameters)
 
-    def sample(tensor: contract.Tensor) -> torch.Tensor:
-        dtype = torch.int64 if tensor.type == "int64" else torch.float32
-        return torch.zeros([_SIZES[axis] if isinstance(axis, str) else axis for axis in tensor.shape], dtype=dtype)
+    def sample(kind: str, shape: Sequence[Any]) -> torch.Tensor:
+        return torch.zeros([_SIZES.get(axis, axis) for axis in shape], dtype=getattr(torch, kind))
 
-    dims = {axis: torch.export.Dim(axis) for axis in _SIZES}
-    shapes = arrange(lambda it: {i: dims[axis] for i, axis in enumerate(it.shape) if isinstance(axis, str)})
-    names = [name for name in tree_leaves(arrange(lambda it: it.name)) if name is not None]
-    return arrange(sample), shapes, names
+    samples = {name: sample(*tensor) for name, tensor in inputs.items()}
+    shapes = {name: {i: axes[it] for i, it in enumerate(shape) if it in axes} for name, (_, shape) in inputs.items()}
+    names = [name for name in tree_leaves(arrange({name: name for name in inputs})) if name is not None]
+    return arrange(samples)[1:], arrange(shapes)[1:], names
 
 
 def _module(geometry: Geometry) -> type[Decoder | Encoder]:
@@ -242,14 +237,13 @@ def _module(geometry: Geometry) -> type[Decoder | Encoder]:
 
 def _name_contract(graph: ir.Graph, geometry: Geometry, names: Sequence[str]) -> None:
     """Give inputs, called ``names`` in their order, outputs and symbolic dimensions the names of contract 1."""
-    inputs, dims = {tensor.name: tensor for tensor in list_inputs(geometry)}, dict[str, str]()
+    inputs, dims = contract.list_inputs(geometry), dict[str, str]()
     for value, name in zip(graph.inputs, names, strict=True):
-        value.name = name
-        pairs = zip(value.shape or (), inputs[name].shape, strict=True)
-        dims |= {str(dim): axis for dim, axis in pairs if isinstance(axis, str)}
+        pairs = zip(value.shape or (), inputs[name][1], strict=True)
+        value.name, dims = name, dims | {str(dim): axis for dim, axis in pairs if isinstance(axis, str)}
     name_dimensions(graph, dims)
-    for value, tensor in zip(graph.outputs, contract.list_outputs(geometry), strict=True):
-        value.name = tensor.name
+    for value, name in zip(graph.outputs, contract.list_outputs(geometry), strict=True):
+        value.name = name
 
 
 def name_dimensions(graph: ir.Graph, names: Mapping[str, str]) -> None:
