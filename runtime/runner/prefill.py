@@ -111,7 +111,7 @@ class SingleRunner:
         ``chunk`` tokens per call, by default :attr:`prefill_chunk`, on ``graph``.
         """
         self.reserve(len(prompt))
-        if self.session.diffuses:
+        if self.session.sees_all:
             return self._see_whole(prompt, [len(prompt) - 1], graph)
         size = chunk or self.prefill_chunk
         *_, logits = prefill(lambda call: self._run(replace(call, phase=graph)), Slot(prompt, row=0), size)
@@ -133,7 +133,7 @@ class SingleRunner:
     def logits(self, ids: Sequence[int], phase: Phase = Phase.PREFILL) -> Floats:
         """Logits after every token of ``ids`` [n, V], through the path that ``phase`` names."""
         self.reserve(len(ids))
-        if self.session.diffuses:
+        if self.session.sees_all:
             return np.array(self._see_whole(ids, range(len(ids)), phase)[0])
         parts = prefill(self._run, Slot(ids, row=0), self.prefill_chunk, every=True, phase=phase)
         return np.concatenate([logits.copy() for logits in parts])

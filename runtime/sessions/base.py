@@ -117,7 +117,7 @@ class Session(ABC):
         packs_rows: whether rows of a call of prefill may have different numbers of new tokens.
         turns: groups of rows whose steps it computes at the same time, if those are begun ahead of :meth:`run`.
         exact: whether hidden states keep their bits on the way through a model in stages.
-        diffuses: whether the model is one that fills masks: all tokens of a call see one another.
+        sees_all: whether all tokens of a call see one another.
         hidden: float32 [B, S, W] of the last call, if the bundle gives hidden states to a draft head, [B, O, W] where
             layers read caches of others, and [B, O, N] of such a head; the next call may reuse the array.
     """
@@ -133,7 +133,7 @@ class Session(ABC):
 
     def __init__(self, geometry: Geometry) -> None:
         self._logits: NDArray[np.float32] = np.empty((0, 0, geometry.vocab_size), np.float32)
-        self.diffuses = geometry.diffusion is not None
+        self.sees_all = geometry.diffusion is not None
 
     @abstractmethod
     def run(self, batch: Batch) -> NDArray[np.float32]:

@@ -21,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import ADAPTERS_FOLDER, HIDDEN, LM_HEAD, LOGIT_ROWS, REPLAY, WEIGHTS_FILE, Manifest, version
-from llmc.bundle.contract import INPUTS, Input
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
 from llmc.runtime.host.machine import cpu_model, return_freed_memory
 from llmc.runtime.host.read_ahead import read_ahead, read_once
 from llmc.runtime.host.threads import on_leaving, start
 from llmc.runtime.kv.host_cache import HostCache, LentCache
-from llmc.runtime.sessions.base import Batch, Feeds, Phase, Session
+from llmc.runtime.sessions.base import Batch, Phase, Session
+from llmc.runtime.sessions.onnxruntime.binding import Binding
 from llmc.runtime.sessions.onnxruntime.factors import RowFactors
 from llmc.runtime.sessions.onnxruntime.library import (
     IN_PLACE,
@@ -37,7 +37,7 @@ from llmc.runtime.sessions.onnxruntime.library import (
     session_options,
 )
 from llmc.runtime.sessions.onnxruntime.onnx_file import LARGEST_GRAPH, check_weights
-from llmc.runtime.sessions.onnxruntime.replay import Replay, States, bind
+from llmc.runtime.sessions.onnxruntime.replay import Replay, States
 from llmc.strict import open_regular, read_bytes
 
 # Bindings that are kept beside that of the last long call. A binding takes 0.4 ms to make for 24 layers, 2 % of a step
@@ -89,7 +89,7 @@ class OnnxRuntimeSession(Session):
         ends = self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
         if ragged := "new_lengths" in batch.feeds:
             ends = (batch.past_lengths + batch.feeds["new_lengths"]).tolist()
-        if rows > 1 and sequence > 1 and not self.diffuses and not (ragged and self.packs_rows):
+        if rows > 1 and sequence > 1 and not self.sees_all and not (ragged and self.packs_rows):
             return self._run_row_by_row(batch)
         if batch.adapters:
             assert self._factors is not None, "adapters are read once the session is open for them"
@@ -101,9 +101,7 @@ class OnnxRuntimeSession(Session):
         if not self._manifest.stage.is_last:  # its size is known once the call was run
             binding.io.bind_output(f"hidden.{self._manifest.list_layers().stop}", "cpu")
         try:
-            binding.session.run_with_iobinding(binding.io, self._options)
-            if binding.head is not None:
-                self._head.run_with_iobinding(binding.head, self._options)
+            binding.run(self._options)
         except Exception:
             with translate_errors("running the model"):
                 raise
@@ -111,9 +109,8 @@ class OnnxRuntimeSession(Session):
             self._fed = ends[0] - int(batch.past_lengths[0])
         else:
             self.cache.note_computed(batch.first_row, ends)
-        self._logits = (
-            binding.results["logits"] if self._manifest.stage.is_last else binding.io.get_outputs()[-1].numpy()
-        )
+        is_last = self._manifest.stage.is_last
+        self._logits = binding.results["logits"] if is_last else binding.io.get_outputs()[-1].numpy()
         self.hidden = binding.results.get(HIDDEN)
         return self._logits
 
@@ -160,7 +157,7 @@ class OnnxRuntimeSession(Session):
             self._keep_graph(kind, self._later.result())
         return self._graphs[kind]
 
-    def _bind_buffers(self, batch: Batch) -> "_Binding":
+    def _bind_buffers(self, batch: Batch) -> Binding:
         """Buffers bound for calls of this shape; those of short calls are kept, of long ones only the last."""
         kind = ADAPTERS_FOLDER if batch.adapters else batch.phase
         shape = (kind, batch.first_row, batch.provisional, *(array.shape for array in batch.feeds.values()))
@@ -182,7 +179,7 @@ class OnnxRuntimeSession(Session):
             bound.kept.popitem(last=False)
         return binding
 
-    def _bind_anew(self, kind: str, batch: Batch, room: NDArray[np.float32]) -> "_Binding":
+    def _bind_anew(self, kind: str, batch: Batch, room: NDArray[np.float32]) -> Binding:
         rows, sequence = batch.input_ids.shape
         caches, graph = self._list_caches(batch.first_row, rows), self._graph(kind)
         results = {tensor.present: array for tensor, array in caches if tensor.present}
@@ -198,12 +195,11 @@ class OnnxRuntimeSession(Session):
         given = {tensor.past: array for tensor, array in caches}
         if batch.adapters and self._factors is not None:
             given |= self._factors.views(batch.first_row, rows)
-        binding = _Binding(graph, given, results)
-        binding.bind_feeds(batch.feeds, next((it.shape[2] for tensor, it in caches if tensor.kind == "kv"), 0))
+        attended = next((it.shape[2] for tensor, it in caches if tensor.kind == "kv"), 0)
+        binding = Binding(graph, given, results, batch.feeds, attended)
         if LOGIT_ROWS in results:
-            binding.head, results["logits"] = self._head.io_binding(), room
-            bind(binding.head.bind_input, LOGIT_ROWS, results[LOGIT_ROWS])
-            bind(binding.head.bind_output, "logits", room)
+            binding.head = Binding(self._head, {LOGIT_ROWS: results[LOGIT_ROWS]}, {"logits": room})
+            results["logits"] = room
         return binding
 
     def _list_caches(self, row: int, count: int) -> States:
@@ -226,37 +222,9 @@ class _Bound:
         self.clear()
 
     def clear(self) -> None:
-        self.kept: OrderedDict[Any, _Binding] = OrderedDict()
-        self.long: tuple[Any, _Binding] | None = None
+        self.kept: OrderedDict[Any, Binding] = OrderedDict()
+        self.long: tuple[Any, Binding] | None = None
         self.logits: NDArray[np.float32] | None = None
-
-
-class _Binding:
-    """Arrays for one shape of call, bound to a graph by address: ``given`` as they are, those that calls fill, and
-    ``results``."""
-
-    def __init__(self, graph: Any, given: dict[str, NDArray[Any]], results: dict[str, NDArray[Any]]) -> None:
-        self.session, self.io = graph, graph.io_binding()
-        self.head: Any = None
-        self.results, self._given = results, given
-        self._filled = list[tuple[Input, NDArray[Any]]]()
-        for name, array in given.items():
-            bind(self.io.bind_input, name, array)
-        for name, array in results.items():
-            bind(self.io.bind_output, name, array)
-
-    def bind_feeds(self, feeds: Feeds, attended: int) -> None:
-        """Bind room for what the graph asks of calls with feeds of these shapes."""
-        for value in self.session.get_inputs():
-            if (asked := INPUTS.get(value.name.partition(".")[0])) is not None:
-                array = np.empty(asked.size(value.shape, feeds, attended), asked.type)
-                self._filled.append((asked, array))
-                bind(self.io.bind_input, value.name, array)
-
-    def fill(self, feeds: Feeds) -> None:
-        """Copy what the call brings; of other inputs what a plain call has."""
-        for asked, array in self._filled:
-            asked.fill(array, feeds)
 
 
 def _takes(graph: Any, name: str) -> bool:

@@ -13,7 +13,7 @@ from onnx import numpy_helper, parser
 from llmc.bundle import Manifest, read_bundle
 from llmc.runtime.runner.prefill import batch
 from llmc.runtime.sessions import Batch, Phase, Session, open_session
-from llmc.runtime.sessions.onnxruntime import cpu
+from llmc.runtime.sessions.onnxruntime import binding
 from llmc.runtime.sessions.onnxruntime.library import inference_session, session_options
 
 # Largest difference of logits between a row of a batch and the same row alone, in standard deviations of the logits.
@@ -50,13 +50,13 @@ def session(split_bundle: Path) -> Iterator[Session]:
 def binds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the arrays that are bound from now on."""
     names: list[str] = []
-    bind = cpu.bind
+    bind = binding.bind
 
     def spy(target: Callable[..., None], name: str, array: np.ndarray) -> None:
         names.append(name)
         bind(target, name, array)
 
-    monkeypatch.setattr(cpu, "bind", spy)
+    monkeypatch.setattr(binding, "bind", spy)
     return names
 
 
