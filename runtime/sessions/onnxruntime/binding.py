@@ -26,15 +26,14 @@ class Binding:
         attended: positions that the caches have room for.
     """
 
-    def __init__(
-        self, graph: Any, given: Arrays, results: Arrays, feeds: Arrays | None = None, attended: int = 0
-    ) -> None:
+    def __init__(self, graph: Any, given: Arrays, results: Arrays, feeds: Arrays, attended: int = 0) -> None:
         self.graph, self.io, self.results, self._given = graph, graph.io_binding(), results, given
         self.head: Binding | None = None  # runs next
         self._filled = list[tuple[Input, NDArray[Any]]]()
-        for value in graph.get_inputs() if feeds is not None else ():
+        for value in graph.get_inputs():
             if (asked := INPUTS.get(value.name.partition(".")[0])) is not None:
-                self._filled.append((asked, np.empty(asked.size(value.shape, feeds, attended), asked.type)))
+                shape = asked.size(value.shape, feeds, attended)
+                self._filled.append((asked, np.empty(shape, asked.type)))
                 bind(self.io.bind_input, value.name, self._filled[-1][1])
         for name, array in given.items():
             bind(self.io.bind_input, name, array)

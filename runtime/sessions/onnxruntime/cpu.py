@@ -198,7 +198,7 @@ class OnnxRuntimeSession(Session):
         attended = next((it.shape[2] for tensor, it in caches if tensor.kind == "kv"), 0)
         binding = Binding(graph, given, results, batch.feeds, attended)
         if LOGIT_ROWS in results:
-            binding.head = Binding(self._head, {LOGIT_ROWS: results[LOGIT_ROWS]}, {"logits": room})
+            binding.head = Binding(self._head, {LOGIT_ROWS: results[LOGIT_ROWS]}, {"logits": room}, {})
             results["logits"] = room
         return binding
 
