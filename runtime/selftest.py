@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 import llmc
 from llmc.bundle import GoldenPrompt, GoldenVector, Manifest
+from llmc.bundle.model.vision import Vision
 from llmc.errors import BundleError
-from llmc.inventory import Vision
 from llmc.runtime.api.request import Request
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.machine import cpu_flags

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import LARGEST_TOLERANCE, GoldenPrompt, Quality
+from llmc.bundle.model.diffusion import Diffusion
 from llmc.errors import BundleError, RequestError
-from llmc.inventory import Diffusion
 from llmc.optimize.calibrate.text import hide_half
 from llmc.optimize.judge.quality import Float, Tally
 from llmc.optimize.judge.reference import Ids, Reference

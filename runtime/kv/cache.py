@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
+from llmc.bundle.model.cache import BACK, LET_GO_STEP, Cache, CacheKind
 from llmc.errors import RequestError, UsageError
-from llmc.inventory import BACK, LET_GO_STEP, Cache, CacheKind
 from llmc.runtime.kv.budget import check_growth, next_capacity
 from llmc.runtime.kv.cache_file import Form
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Manifest
-from llmc.inventory import CacheKind
+from llmc.bundle.model.cache import CacheKind
 from llmc.runtime.kv.cache import CacheTensor, KVCache, Values
 from llmc.runtime.kv.pages import Pages, map_fresh, whole_pages
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from llmc.bundle import Manifest
-from llmc.inventory import MOST_MASKS
+from llmc.bundle.model.diffusion import MOST_MASKS
 from llmc.runtime.api.options import Determinism, in_pairs
 from llmc.runtime.kv.rows import Rows, Slot, Window
 from llmc.runtime.observe.metrics import EngineMetrics

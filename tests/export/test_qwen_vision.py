@@ -12,10 +12,10 @@ from doubles.lowerings import open_session
 from doubles.towers import write_json
 
 from llmc.bundle import read_export
+from llmc.bundle.model.vision import Patching
 from llmc.errors import CheckpointError
 from llmc.export import export
 from llmc.export.sources.checkpoint import read_checkpoint
-from llmc.inventory import Patching
 from llmc.runtime.vision.patches import make_feeds
 from llmc.runtime.vision.rows import place_tokens
 

@@ -13,11 +13,11 @@ from doubles.images import draw
 from doubles.naflex import patch
 
 from llmc.bundle import read_export
+from llmc.bundle.model.vision import Tiling
 from llmc.errors import CheckpointError
 from llmc.export import export
 from llmc.export.families.smolvlm import SIDES
 from llmc.export.sources.checkpoint import read_checkpoint
-from llmc.inventory import Tiling
 from llmc.runtime.vision.decode import open_image
 from llmc.runtime.vision.patches import cut_patches, make_feeds
 

@@ -7,9 +7,9 @@ import pytest
 from doubles import diffusing
 
 from llmc.bundle import Budget, read_bundle
+from llmc.bundle.model.diffusion import Diffusion
 from llmc.errors import UsageError
 from llmc.export.streaming import StreamedDecoder
-from llmc.inventory import Diffusion
 from llmc.optimize.build import build
 from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.calibrate.text import hide_half

@@ -19,11 +19,11 @@ from doubles.lowerings import difference, open_session
 from safetensors.torch import load_file, save_file
 
 from llmc.bundle import MADE_FILE, WEIGHTS_FILE, read_export
+from llmc.bundle.model.linear import Codes
 from llmc.errors import CheckpointError
 from llmc.export import export
 from llmc.export.sources.checkpoint import read_checkpoint
 from llmc.export.streaming import StreamedDecoder
-from llmc.inventory import Codes
 from llmc.optimize.build import build
 from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.recipe import Request

@@ -10,8 +10,8 @@ from doubles.geometries import uniform
 from doubles.refusals import about
 
 from llmc.bundle import Budget, Recipe
+from llmc.bundle.model.names import SENSITIVE
 from llmc.errors import UsageError
-from llmc.inventory import SENSITIVE
 from llmc.optimize.lower.context import (
     Float16,
     Float32,

@@ -16,8 +16,8 @@ import pytest
 from doubles.refusals import about
 
 from llmc.bundle import Limits, Manifest
+from llmc.bundle.model.cache import BACK, Cache
 from llmc.errors import ResourceError, UsageError
-from llmc.inventory import BACK, Cache
 from llmc.runtime.kv import host_cache as module
 from llmc.runtime.kv import pages
 from llmc.runtime.kv.host_cache import HostCache, LentCache

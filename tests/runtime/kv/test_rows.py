@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from llmc.bundle import Limits, Manifest
-from llmc.inventory import Cache
+from llmc.bundle.model.cache import Cache
 from llmc.runtime.kv.host_cache import HostCache
 from llmc.runtime.kv.pages import Pages
 from llmc.runtime.kv.rows import Rows, TornError

@@ -12,7 +12,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
-from llmc.inventory import Vision
+from llmc.bundle.model.vision import Vision
 from llmc.runtime.vision.decode import MOST_STRETCHED, open_image
 from llmc.runtime.vision.tiles import Tiles, cut_tiles, normalize, write_markers
 
