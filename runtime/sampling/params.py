@@ -47,7 +47,7 @@ DEFAULTED = (*SAMPLED, "repetition_penalty", "no_repeat_ngram_size", "min_tokens
 _CUTS = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability")
 GUIDES = ("json_schema", "regex", "grammar", "choice")  # parameters that say which form the output has
 
-# The headings of the tables in runtime/README.md, which a test holds against the fields below.
+# Sections of runtime/README.md, whose tables are generated from the fields below.
 _end = partial(parameter, section="Length and end")
 _shape = partial(parameter, section="Distribution")
 _bias = partial(parameter, section="Repetition and bias")

@@ -147,18 +147,12 @@ def limits_table() -> str:
     )
 
 
-def rooms_table() -> str:
+def rooms_list() -> str:
     """The layers of the runtime from the top down: each imports only what is below it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = project["tool"]["importlinter"]["contracts"]
     [layers] = [it["layers"] for it in contracts if it.get("containers") == ["llmc.runtime"]]
-    rows = []
-    for name in (name for layer in layers for name in re.findall(r"\w+", layer)):
-        room = ROOT / "runtime" / name / "__init__.py"
-        file = room if room.is_file() else ROOT / "runtime" / f"{name}.py"
-        doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-        rows.append((f"`{name}{'/' if file == room else '.py'}`", markdown(doc.partition("\n\n")[0])))
-    return table("room | what it does", rows)
+    return ", ".join(f"`{name}`" for layer in layers for name in re.findall(r"\w+", layer)) + "."
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -173,7 +167,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "grammar-limits": limits_table,
     "metrics": metrics_table,
     "errors": errors_table,
-    "rooms": rooms_table,
+    "rooms": rooms_list,
     "settings": settings_table,
     "recipe": lambda: key_table(recipe.Request),
     "engine": lambda: key_table(EngineRequest),
