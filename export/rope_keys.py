@@ -138,7 +138,7 @@ class _Reader:
         return self.config.integer(name, inner)
 
     def _longrope(self, keys: Keys) -> dict[str, Any]:
-        """Factors of texts within the original positions and, if there are longer ones, theirs."""
+        """Longrope: factors of texts within the original positions and, if the model takes longer ones, of these."""
         original = self._original(keys)
         short, long = keys.numbers("short_factor"), keys.numbers("long_factor")
         factor = keys.number("factor", self.max_positions / original)

@@ -273,7 +273,7 @@ def merge_adapters(
     adapters: Sequence[Adapter],
     rename: Callable[[Path, DecoderConfig, Mapping[str, Any]], dict[str, Any]] = rename_tensors,
 ) -> Tensors:
-    """A checkpoint's tensors by the canonical names that ``rename`` gives, those that an adapter changes made anew.
+    """A checkpoint's tensors with the adapters' changes added, by the canonical names that ``rename`` gives.
 
     Raises:
         CheckpointError: the base lacks a module, or has it in another shape or as integers.

@@ -88,7 +88,7 @@ def with_codes(geometry: bundle.Geometry, tensors: Mapping[str, Weight]) -> bund
 
 
 def _with_codes(item: Experts, tensors: Mapping[str, Weight]) -> Experts:
-    """Of two kinds of integers the more bits and the smaller block, for one grid serves both products."""
+    """Common codes of both expert products: the larger bit width and the smaller block."""
     stacks = [tensors.get(f"{part.name}.weight") for part in item.parts]
     kinds = [stack.kind for stack in stacks if isinstance(stack, QuantizedTensor | GgmlTensor | Mxfp4Tensor)]
     if len({kind.kind for kind in kinds}) > 1 or (len(kinds) == 1 and kinds[0].kind == "mxfp4"):

@@ -92,9 +92,9 @@ def _read_part(folder: Path, base: DecoderConfig, stored: Tensors) -> tuple[Deco
 
 
 def _read_assistant(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors) -> tuple[DecoderConfig, Tensors]:
-    """Gemma 4's: layers of queries, which read keys and values of the model's last layer of their kind, behind a linear
-    of the last token's embedding, of the model's table, and of the model's last hidden state, normed; after a step it
-    reads its own, which a linear makes as wide."""
+    """Gemma 4's assistant: layers with queries only, over keys and values of the model's last layer of their kind. The
+    input projects the last token's embedding and the model's last normed hidden state; the next step reads the
+    assistant's own hidden state, projected to the model's width."""
     width, clustered = keys.integer("backbone_hidden_size"), keys.flag("use_ordered_embeddings")
     count, best = keys.integer("num_centroids", 2048), keys.integer("centroid_intermediate_top_k", 32)
     tied, text = keys.flag("tie_word_embeddings", True), keys.inside("text_config")
@@ -170,8 +170,8 @@ def _read_clusters(folder: Path, ordering: Any, vocab: int, count: int) -> tuple
 
 
 def _read_eagle(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors) -> tuple[DecoderConfig, Tensors]:
-    """EAGLE-3: a layer whose attention reads the next token's normed embedding beside the stream, which begins with a
-    linear of three of the model's hidden states; after a step it reads its own, before its last norm."""
+    """EAGLE-3: one layer over a projection of three of the model's hidden states, whose attention also reads the next
+    token's normed embedding. Its next step reads its own hidden state before the last norm."""
     named = keys.raw("architectures")
     if SPECULATORS in keys:
         keys.choice(SPECULATORS, ("eagle3",))
@@ -209,8 +209,8 @@ def _read_eagle(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors) ->
 
 
 def _read_borders(keys: Keys, layers: int) -> tuple[int, ...]:
-    """The borders of the hidden states that the head reads: by default behind two layers, half of them, and all but
-    three. Of ``speculators`` a number is that of the layer before which they are, elsewhere of the one behind which."""
+    """Number of layers before each hidden state that the head reads: by default 2, half of them, and all but 3.
+    Configs of ``speculators`` state these numbers, others the index of the last of these layers."""
     borders: tuple[int, ...] = (2, layers // 2, layers - 3)
     if SPECULATORS in keys:
         borders = keys.layer_numbers(BORDERS, borders) or borders
@@ -228,7 +228,7 @@ def _read_borders(keys: Keys, layers: int) -> tuple[int, ...]:
 
 
 def _read_tokens(folder: Path, offsets: Any, rows: int, vocab: int) -> tuple[int, ...]:
-    """For each token the head's row, from what each row's token is beyond its number."""
+    """The head's row of each token; ``offsets`` hold, for each row, its token's id minus the row's number."""
     if not isinstance(offsets, StoredTensor) or (offsets.dtype, offsets.shape) != ("I64", (rows,)):
         raise CheckpointError(f"{folder}: d2t is no tensor I64 [{rows}], a number for each row of the head")
     tokens = np.arange(rows) + np.memmap(folder / offsets.file, array_type("I64"), "r", offsets.offset, (rows,))

@@ -111,7 +111,7 @@ def replace_head(
 
 
 def _factors(rope: Rope, longest: int) -> tuple[float, ...]:
-    """Longrope's factors of the longest text, with which an encoder computes all."""
+    """Longrope's factors for the longest text; an encoder uses them for all texts."""
     return rope.long_factors if rope.long_factors and longest > rope.original_max_positions else rope.factors
 
 

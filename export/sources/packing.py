@@ -115,7 +115,7 @@ class _Parts:
         return makers[self.how.method, part]()
 
     def stack(self) -> Weight:
-        """The weights of all experts in float8, a tensor of the module's own name."""
+        """Weights of all experts in float8, stored as one tensor under the module's name."""
         codes = self.rest.pop(self.module)
         if len(codes.shape) != 3 or 0 in codes.shape:
             raise self._error(f"is {codes.dtype} {list(codes.shape)}, expected float8 of experts, outputs and inputs")

@@ -112,7 +112,7 @@ def _convert_recurrent(folder: Path, config: DecoderConfig, item: Recurrent, fou
 
 
 def _list_norms_of_ones(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Norms whose weight is stored as none, or as one that is not the norm's alone."""
+    """Norms whose weight is one, because none is stored, or because the stored one differs by head or group."""
     values = [f"{item.name}.v_norm.weight" for item in attentions(config)]
     values += [
         f"{it.name}.{p}_norm.weight" for it in attentions(config) for p in "qk" if f"{it.name}.{p}_scale" in shapes
@@ -199,8 +199,8 @@ def rename_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, T])
 
 
 def _stack_experts(folder: Path, config: DecoderConfig, found: Tensors) -> Tensors:
-    """``found`` with the weights of all experts of a layer in one tensor, where the checkpoint has one for each, or
-    gate and up apart."""
+    """Stack the weights of a layer's experts into one tensor, if the checkpoint stores each expert, or gate and up,
+    separately."""
     stacked = Tensors(found)
     for item in mixtures(config):
         experts = config.layers[item.layer].experts

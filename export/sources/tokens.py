@@ -110,7 +110,7 @@ def _cut_content(content: dict[str, Any], beyond: set[str]) -> dict[str, Any]:
 
 
 def _list_unknown(content: dict[str, Any], files: Mapping[str, dict[str, Any]], rows: int) -> set[str]:
-    """Tokens that only the other files name, which get the numbers after the last one: those beyond the rows."""
+    """Tokens that only the other files name and whose ids, after the last known one, have no row."""
     known = {token for _, token in read_tokens(TOKENIZER_FILE, content)}
     added = [entry["id"] for entry in content.get("added_tokens") or ()]
     first = max(len(content["model"].get("vocab", ())), 1 + max(added, default=-1))

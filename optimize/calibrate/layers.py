@@ -120,7 +120,7 @@ def calibrate(
 
 
 def _resume(store: Store, source: LayerSource, ids: Tensor) -> tuple[int, Tensor, NDArray[np.int64]]:
-    """Layers that are done, what goes into the next, and how many experts GPTQ chose integers for, and how many not."""
+    """Number of finished layers, the next layer's input, and counts of experts with and without GPTQ."""
     if store.has(STATE):
         state = store.read(STATE)
         return int(state["layers"]), torch.from_numpy(state["hidden"]), state["experts"]
@@ -198,8 +198,8 @@ class _Layer:
     def _observe(
         self, hidden: Tensor, compute: Callable[[Tensor], None]
     ) -> tuple[dict[SmoothingMapping, InputStatistics], dict[str, "Read"]]:
-        """Statistics of what linears read, and what experts did, which is less than their moments would be, while
-        ``compute`` runs the layer."""
+        """Statistics of the linears' inputs while ``compute`` runs the layer, and the rows that experts read, which
+        take less memory than their moments."""
         moments = self.recipe.scheme != "rtn"
         watched = {mapping: Accumulator(mapping.inputs, self.source.device, moments) for mapping in self.mappings}
 
@@ -260,7 +260,7 @@ class _Layer:
             parameter.data = torch.from_numpy(part.dequantize()).to(self.source.device)
 
     def _decide_prompts(self, mapping: SmoothingMapping, statistics: InputStatistics) -> None:
-        """Choose the integers that a rotated W8A8 multiplies, for what it reads in the basis of its graph."""
+        """Choose the integers of a rotated W8A8 graph, for inputs in the basis of that graph."""
         if self.prompts is None:
             return
         geometry = self.source.geometry
@@ -279,7 +279,7 @@ class _Layer:
             self.arrays |= arrays_of(f"{linear.name}.weight", found, PROMPTS)
 
     def _decide_experts(self, item: Experts, grid: Grid, read: "Read") -> None:
-        """Quantize each expert for what itself reads, one after the other; what the first product reads, all share."""
+        """Quantize each expert on its own inputs; the first product also uses the layer's shared statistics."""
         for number, part in enumerate(item.parts):
             stacked, name = self._weight(part.name.removeprefix(self.prefix)), f"{part.name}.weight"
             every = (read.rows(expert, number) for expert in range(item.count))
@@ -317,14 +317,14 @@ class _Layer:
 
 
 def _is_chosen(config: QuantConfig) -> TypeGuard[WeightOnly]:
-    """True of weights whose integers are chosen here. 8 bits are rounded to nearest when the graph is lowered, and the
-    next layer would not notice."""
+    """True for weights whose integers are chosen here. 8-bit weights are rounded to nearest by the lowering; the next
+    layer would not notice."""
     return isinstance(config, WeightOnly) and config.grid.bits == 4
 
 
 def _turn_moment(moment: Tensor, gain: NDArray[np.float32] | None, block: int) -> Tensor:
-    """The second moment of inputs X [tokens, K] once they are divided by ``gain`` and turned as
-    :func:`turn_inputs` wants them; a channel that the gain silences was never seen."""
+    """Second moment of inputs X [tokens, K] after division by ``gain`` and rotation as in :func:`turn_inputs`.
+    Channels with a gain of 0 count as never seen."""
     turned = as_array(moment)
     if gain is not None:
         inverse = np.divide(1, gain, out=np.zeros_like(gain), where=gain != 0)
@@ -368,8 +368,8 @@ def _list_mixtures(geometry: Geometry, layer: int, recipe: Recipe, configs: Quan
 
 
 def _quantize_expert(matrix: Tensor, rows: Tensor, shared: Tensor | None, grid: Grid) -> Quantized:
-    """One matrix [N, K] of an expert that read ``rows`` [tokens, K], beside the ``shared`` second moment of all that
-    its layer reads; without it, fewer tokens than inputs leave the nearest."""
+    """Quantize a matrix [N, K] of an expert that read ``rows`` [tokens, K]. ``shared`` is the second moment of all rows
+    of the layer; without it, an expert with fewer tokens than inputs is rounded to nearest."""
     if shared is None and len(rows) < matrix.shape[1]:
         return rtn.quantize(matrix.cpu().numpy(), grid)
     moment = _measure_moment([rows], matrix.shape[1])
@@ -388,7 +388,7 @@ def _measure_moment(parts: Iterable[Tensor], inputs: int) -> Tensor:
 
 
 def _keys_and_values(presents: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Those of an attention's cache, by ``key`` and ``value``."""
+    """Keys and values among a layer's outputs, named ``key`` and ``value``."""
     return ((end, found) for name, found in presents.items() if (end := name.rpartition(".")[2]) in ("key", "value"))
 
 

@@ -51,8 +51,8 @@ def violations(quality: Quality, budget: Budget) -> list[tuple[str, str]]:
 
 
 def name_better(recipe: Recipe, phases: Collection[str], excess: float = 1.0) -> str:
-    """The option with the next recipe by purpose, which loses less in these phases than ``recipe``; of recipes for
-    CPUs one that may divide KL by ``excess``."""
+    """The option with a recipe that loses less in these phases than ``recipe``; for CPUs one that may divide KL by
+    ``excess``."""
     if recipe.sparsity:
         return "less sparsity in the recipe"
     if recipe.compute != "float32":  # a GPU's

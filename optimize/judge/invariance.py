@@ -29,7 +29,7 @@ FAR = 600
 # Smaller contexts, without room for prefixes and calls, are not measured.
 SMALLEST_CONTEXT = PREFIX + LONGER * max(SIZES) + max(SIZES)
 
-# Of the factors that are drawn for rows: their products are about as large as what they are added to.
+# Standard deviation of the random factors: their products are about as large as the values that they are added to.
 DEVIATION = 0.1
 
 Same = Callable[[int], bool]
@@ -60,7 +60,7 @@ def measure_guarantees(session: Session, manifest: Manifest) -> Manifest:
 
 
 def _draw_adapters(manifest: Manifest) -> tuple[Adapter, ...]:
-    """An adapter of chance for each row, that changes everything."""
+    """A random adapter for each row, which changes every linear that adapters can change."""
     draw, found, rank = np.random.default_rng(1).standard_normal, [], manifest.limits.rank
     for row in range(min(manifest.limits.max_batch, max(SIZES))):
         factors = {
@@ -73,8 +73,8 @@ def _draw_adapters(manifest: Manifest) -> tuple[Adapter, ...]:
 
 
 def _has_rounding_experts(manifest: Manifest) -> bool:
-    """True if some experts are not in MXFP4: they multiply the rows of a call that chose them together, and round them
-    by their number, if not in the few calls that are measured here."""
+    """True if some experts are not in MXFP4. Such experts round by the number of rows that chose them, even if the few
+    calls that are measured here agree."""
     stored = next(iter(quant_configs(manifest.recipe, manifest.geometry).values()))
     return any(stored.stored(item.name) != Mxfp4() for item in manifest.geometry.mixtures)
 

@@ -124,7 +124,7 @@ class _Graph:
         return run({"input_ids": ids, **starts})[0]  # type: ignore[no-any-return]
 
     def layer(self, layer: int, hidden: Float, ids: Ids, phase: Phase, more: dict[str, Any]) -> Float:
-        """Hidden states [n, S, H] after one layer, from those before it and what else it reads of the model's."""
+        """Hidden states [n, S, H] after one layer, from the hidden states before it and its additional inputs."""
         caches, dtype = self._geometry.caches_of(layer), self._cache_type
         presents = {
             present: past for cache in caches for past, present in zip(cache.inputs, cache.outputs, strict=True)
@@ -200,7 +200,7 @@ class _Graph:
 
 
 def _cut(more: dict[str, Any], row: int, span: slice) -> dict[str, Any]:
-    """Of what layers read beside hidden states the part of a call: caches whole, all rows of logits."""
+    """One call's part of the layers' additional inputs: whole caches, and logits of all its tokens."""
     found = {name: values[row : row + 1] for name, values in more.items()}
     found |= {name: values[:, span] for name, values in found.items() if name.startswith("per_layer.")}
     return found | {"logit_indices": np.arange(span.stop - span.start)[None]} if "logit_indices" in found else found

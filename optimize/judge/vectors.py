@@ -1,5 +1,5 @@
-"""The golden self-test of a model that embeds or ranks: each text alone, and the difference to a call with all
-texts; and that of a tower: one made-up image."""
+"""Golden self-tests of models that embed or rank (each text alone, and its difference to a call with all texts), and of
+vision towers (one made-up image)."""
 
 from collections.abc import Iterable
 from pathlib import Path

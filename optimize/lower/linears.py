@@ -1,4 +1,4 @@
-"""Every linear of a graph in turn, and several as one, whatever the target makes of them."""
+"""Replace the linears of a graph one by one, and pack several into one, for every target."""
 
 from collections.abc import Callable
 
@@ -50,7 +50,7 @@ def replace_weight(value: ir.Value, other: ir.Value) -> None:
 
 
 def pack(parts: list[Linear]) -> None:
-    """One linear and a Split in the place of linears that read the same: qkv_proj for q_proj, k_proj and v_proj."""
+    """Replace linears with the same input by one linear and a Split: q_proj, k_proj and v_proj by qkv_proj."""
     graph = parts[0].node.graph
     assert graph is not None
     order = {node: number for number, node in enumerate(graph)}

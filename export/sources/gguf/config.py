@@ -110,7 +110,7 @@ class Metadata:
 
 
 def read_common(data: Metadata, differing: Collection[str] = ()) -> dict[str, Any]:
-    """The keys of all architectures, without those that differ from layer to layer, which its own reader reads."""
+    """Read the keys of all architectures, except ``differing`` ones, which differ by layer."""
     keys = {key: name for key, name in _COMMON.items() if key not in differing}
     config = {name: value for key, name in keys.items() if (value := data.get(key)) is not None}
     config["vocab_size"] = data.shapes.get("token_embd.weight", (0,))[0]

@@ -242,7 +242,7 @@ def read_small(path: Path, entry: Entry) -> NDArray[np.float32]:
 
 
 def _is_left_out(name: str, config: Mapping[str, Any]) -> bool:
-    """True of what the config says, too, and of layers that predict further tokens."""
+    """True for tensors that repeat the config, and for layers that predict further tokens."""
     match = _NAME.fullmatch(name)
     layer = int((match and match["layer"]) or -1)
     return name in _CONSUMED or (config.get("mtp_num_hidden_layers", 0) > 0 and layer >= config["num_hidden_layers"])

@@ -14,9 +14,8 @@ LAST_ROWS = "last_rows"
 
 
 def give_hidden(graph: ir.Graph, context: LoweringContext) -> int:
-    """``hidden`` float32 [B, S, borders * H]: the residual stream after so many layers, side by side and in the basis
-    of the checkpoint, or only that behind the last, [B, O, H], where layers read caches of others; the number of
-    borders."""
+    """Add the output ``hidden`` float32 [B, S, borders * H]: the residual stream after each border, side by side, in
+    the basis of the checkpoint; if layers share caches, only the last one, [B, O, H]. Returns the number of borders."""
     width, count = context.geometry.hidden_size, len(context.hidden)
     if not count:
         return 0

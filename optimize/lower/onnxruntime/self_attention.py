@@ -1,5 +1,5 @@
-"""Attention within a call for ONNX Runtime, as encoders want it: GroupQueryAttention without a past where no position
-sees a later one, and basic operators where it does, for then that operator knows no windows."""
+"""Attention within a call, for encoders: causal attention becomes GroupQueryAttention without a past, bidirectional
+attention basic operators, because that operator has no windows for it."""
 
 import numpy as np
 import onnx_ir as ir
@@ -48,7 +48,7 @@ def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
 
 
 def _lengths(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:
-    """Every row is as long as the call: no position sees a later one, so what pads a row is seen by padding alone."""
+    """Lengths of causal attention: every row as long as the call, since only padding sees padding."""
     emit, ids = Emitter(first, "positions"), graph_input(graph, "input_ids")
     batch, sequence = emit("Shape", ids, start=0, end=1), emit("Shape", ids, start=1, end=2)
     total = emit("Cast", sequence, to=ir.DataType.INT32)
