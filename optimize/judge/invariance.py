@@ -45,31 +45,32 @@ def measure_guarantees(session: Session, manifest: Manifest) -> Manifest:
     if manifest.limits.max_context < SMALLEST_CONTEXT or _has_rounding_experts(manifest) or manifest.geometry.diffusion:
         return manifest
     probe = _Probe(session, manifest)
-    found = {phase.value: probe.invariance(phase) for phase in Phase}
+    invariances = {phase.value: probe.invariance(phase) for phase in Phase}
     if session.changes_kernels:  # measuring proves nothing for them; calls of one token are still measured
-        found = {Phase.DECODE.value: Invariance(rows=found[Phase.DECODE.value].rows)}
+        invariances = {Phase.DECODE.value: Invariance(rows=invariances[Phase.DECODE.value].rows)}
     adapter_graph = manifest.adapter_graph
     if adapter_graph is not None:
         session.open_adapters()
         measured = _Probe(session, manifest, _draw_adapters(manifest)).invariance(Phase.DECODE)
         adapter_graph = replace(adapter_graph, invariance=measured)
     graphs = {
-        name: replace(graph, invariance=found.get(name, graph.invariance)) for name, graph in manifest.graphs.items()
+        name: replace(graph, invariance=invariances.get(name, graph.invariance))
+        for name, graph in manifest.graphs.items()
     }
     return replace(manifest, graphs=graphs, adapter_graph=adapter_graph)
 
 
 def _draw_adapters(manifest: Manifest) -> tuple[Adapter, ...]:
     """A random adapter for each row, which changes every linear that adapters can change."""
-    draw, found, rank = np.random.default_rng(1).standard_normal, [], manifest.limits.rank
+    draw, adapters, rank = np.random.default_rng(1).standard_normal, [], manifest.limits.rank
     for row in range(min(manifest.limits.max_batch, max(SIZES))):
         factors = {
             it.name: (draw((rank, it.inputs), np.float32) * DEVIATION, draw((rank, it.outputs), np.float32) * DEVIATION)
             for it in manifest.geometry.linears
             if it.is_open
         }
-        found.append(Adapter(AdapterInfo(str(row), str(row), rank), factors))
-    return tuple(found)
+        adapters.append(Adapter(AdapterInfo(str(row), str(row), rank), factors))
+    return tuple(adapters)
 
 
 def _has_rounding_experts(manifest: Manifest) -> bool:

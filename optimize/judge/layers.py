@@ -201,9 +201,9 @@ class _Graph:
 
 def _cut(more: dict[str, Any], row: int, span: slice) -> dict[str, Any]:
     """One call's part of the layers' additional inputs: whole caches, and logits of all its tokens."""
-    found = {name: values[row : row + 1] for name, values in more.items()}
-    found |= {name: values[:, span] for name, values in found.items() if name.startswith("per_layer.")}
-    return found | {"logit_indices": np.arange(span.stop - span.start)[None]} if "logit_indices" in found else found
+    inputs = {name: values[row : row + 1] for name, values in more.items()}
+    inputs |= {name: values[:, span] for name, values in inputs.items() if name.startswith("per_layer.")}
+    return inputs | {"logit_indices": np.arange(span.stop - span.start)[None]} if "logit_indices" in inputs else inputs
 
 
 def _split_skip_norms(graph: ir.Graph) -> None:

@@ -175,11 +175,11 @@ class LoweringContext:
 
     def attention(self, node: ir.Node) -> Attention:
         """The inventory's entry of a ``llmc::CachedAttention``; BuildError if it has other heads or another window."""
-        found = self.geometry.attention.get(node.name or "")
-        listed = found and (found.heads, found.kv_heads, found.window)
-        if not found or listed != tuple(node.attributes[name].as_int() for name in ("num_heads", "kv_heads", "window")):
-            raise BuildError(f"{node.name} is not as the manifest lists it ({found}); export the checkpoint again")
-        return found
+        entry = self.geometry.attention.get(node.name or "")
+        listed = entry and (entry.heads, entry.kv_heads, entry.window)
+        if not entry or listed != tuple(node.attributes[name].as_int() for name in ("num_heads", "kv_heads", "window")):
+            raise BuildError(f"{node.name} is not as the manifest lists it ({entry}); export the checkpoint again")
+        return entry
 
 
 def choose_table_config(stored: QuantConfigs, geometry: Geometry, table: Linear) -> QuantConfig:

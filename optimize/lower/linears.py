@@ -28,8 +28,8 @@ def replace_gather(graph: ir.Graph, name: str, rows: Callable[[Emitter, Weight],
     count = 0
     for gather in nodes_of(graph, "Gather"):
         if gather.name == name:
-            cast, found = sole_consumer(gather.outputs[0]), rows(Emitter(gather), find_weight(gather.inputs[0]))
-            replace(gather if cast is None or cast.op_type != "Cast" else cast, found)
+            cast, gathered = sole_consumer(gather.outputs[0]), rows(Emitter(gather), find_weight(gather.inputs[0]))
+            replace(gather if cast is None or cast.op_type != "Cast" else cast, gathered)
             count += 1
     return count
 

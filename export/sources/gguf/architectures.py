@@ -252,12 +252,12 @@ def _gpt_oss(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _olmo2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """With windows it is OLMo 3, which scales the rope of full layers only; both ropes have one base."""
-    found = _biased(data, config)
-    local = data.get("rope.freq_base_swa", found["rope_theta"])
-    if local != found["rope_theta"]:
-        raise data.error("rope.freq_base_swa", str(local), f"that of other layers, {found['rope_theta']}")
+    rewritten = _biased(data, config)
+    local = data.get("rope.freq_base_swa", rewritten["rope_theta"])
+    if local != rewritten["rope_theta"]:
+        raise data.error("rope.freq_base_swa", str(local), f"that of other layers, {rewritten['rope_theta']}")
     windows = _windows(data)
-    return {**found, **windows, "model_type": "olmo3"} if windows else found
+    return {**rewritten, **windows, "model_type": "olmo3"} if windows else rewritten
 
 
 def _windows(data: Metadata) -> dict[str, Any]:

@@ -77,10 +77,10 @@ class Metadata:
         value, layers = self.values.get(f"{self.architecture}.{key}"), self.get("block_count")
         if type(layers) is not int or not 0 < layers <= MOST_LAYERS:
             raise self.error("block_count", repr(layers), "a number of layers")
-        found = value.tolist() if isinstance(value, np.ndarray) else [value] * layers
-        if len(found) != layers or any(type(item) is not int for item in found):
+        values = value.tolist() if isinstance(value, np.ndarray) else [value] * layers
+        if len(values) != layers or any(type(item) is not int for item in values):
             raise self.error(key, repr(value), f"a number for each of the {layers} layers")
-        return found
+        return values
 
     def has(self, tensor: str) -> bool:
         """True if the first layer has this tensor."""

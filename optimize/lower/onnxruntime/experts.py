@@ -252,13 +252,13 @@ def _pack(stack: _Stack, grid: Grid, context: LoweringContext) -> list[ir.Extern
 
         def pack_expert(expert: int) -> list[NDArray[np.generic]]:
             if kept is None:
-                found = rtn.quantize(stack.read(expert, context), grid)
+                quantized = rtn.quantize(stack.read(expert, context), grid)
             else:
                 rows = len(kept.values) // stack.count
-                found = _reorder(kept.rows(expert * rows, (expert + 1) * rows), stack.order(rows))
-            codes = pack_blocks(found.values, grid).reshape(len(found.values), -1)
-            zeros = [] if found.zero_points is None else [pack_rows(found.zero_points, grid)]
-            return [codes, found.scales, *zeros]
+                quantized = _reorder(kept.rows(expert * rows, (expert + 1) * rows), stack.order(rows))
+            codes = pack_blocks(quantized.values, grid).reshape(len(quantized.values), -1)
+            zeros = [] if quantized.zero_points is None else [pack_rows(quantized.zero_points, grid)]
+            return [codes, quantized.scales, *zeros]
 
         experts = in_parallel(pack_expert, range(stack.count))
         return [np.stack(arrays) for arrays in zip(*experts, strict=True)]
@@ -318,6 +318,6 @@ def _list_attributes(node: ir.Node) -> dict[str, Any]:
     return {**ATTRIBUTES, "activation_alpha": alpha, "activation_beta": 1.0, "swiglu_limit": limit}
 
 
-def _reorder(found: Quantized, order: NDArray[np.int64]) -> Quantized:
-    zeros = None if found.zero_points is None else found.zero_points[order]
-    return Quantized(found.values[order], found.scales[order], found.grid, zeros)
+def _reorder(quantized: Quantized, order: NDArray[np.int64]) -> Quantized:
+    zeros = None if quantized.zero_points is None else quantized.zero_points[order]
+    return Quantized(quantized.values[order], quantized.scales[order], quantized.grid, zeros)

@@ -29,7 +29,7 @@ def as_cached(graph: ir.Graph, _: LoweringContext) -> int:
             )
         query, key, value, lengths, inv_freq = node.inputs
         inputs = [query, key, value, None, None, lengths, inv_freq]
-        attributes = {name: found.value for name, found in node.attributes.items()}
+        attributes = {name: attribute.value for name, attribute in node.attributes.items()}
         emit = Emitter(node, main="CachedAttention")
         replace(node, emit.many("CachedAttention", inputs, 3, LLMC, **attributes)[0])
         count += 1
@@ -67,8 +67,8 @@ def _attend(node: ir.Node, context: LoweringContext, masks: dict[int, ir.Value])
     )  # (B, KV, 1, S, D)
     if attention.window not in masks:
         masks[attention.window] = _mask(emit, attention.window)
-    found = emit_attention(emit, attention, query, keys, values, masks[attention.window])
-    replace(node, found, *emit.many("Split", [found], 2, num_outputs=2, axis=-1))
+    attended = emit_attention(emit, attention, query, keys, values, masks[attention.window])
+    replace(node, attended, *emit.many("Split", [attended], 2, num_outputs=2, axis=-1))
 
 
 def _mask(emit: Emitter, window: int) -> ir.Value:
