@@ -1,4 +1,4 @@
-"""Prepare requests: tokens, parameters and sequences; what can be refused is refused here."""
+"""Prepare requests: check them, and make their tokens, samplers and branches."""
 
 import secrets
 from collections.abc import Callable, Collection, Sequence
@@ -185,7 +185,7 @@ class InputProcessor:
         return Output(index, text, tokens, found.finish_reason, score=found.score, stop_reason=reason)
 
     def _ends(self, params: SamplingParams) -> dict[int, int | None]:
-        """The tokens that end an output, each with the reason to tell; an end of sequence is none."""
+        """The tokens that end an output, each with its stop reason; an end of sequence has none."""
         own = {token: token for token in params.stop_token_ids}
         return {**own, **dict.fromkeys(() if params.ignore_eos else self._eos)}
 
@@ -212,8 +212,8 @@ class InputProcessor:
         """The tokens of each of the words: of a text with a space before it and without."""
         given = [word.lstrip(" ") for word in params.bad_words if isinstance(word, str)]
         texts = [text for word in given for text in (word, " " + word) if text]
-        found = [ids for text in texts if (ids := self._tokenizer.encode(text, add_special_tokens=False))]
-        return found + [list(word) for word in params.bad_words if not isinstance(word, str)]
+        words = [ids for text in texts if (ids := self._tokenizer.encode(text, add_special_tokens=False))]
+        return words + [list(word) for word in params.bad_words if not isinstance(word, str)]
 
 
 def draws(params: SamplingParams) -> bool:

@@ -27,9 +27,9 @@ from llmc.runtime.runner.prefill import Floats, list_sharing, make_shared_batch,
 from llmc.runtime.sessions import Batch, Phase, Session
 from llmc.runtime.vision.rows import place_rows
 
-# From so many tokens in a call the W8A8 graph of prefill replaces the weight-only graph of decode, by the bits
-# of the latter. The figures are fixed, so that a request gives the same tokens tomorrow. One thread's time is the same
-# on both between 3 and 4 tokens (int8) and 5 and 6 (int4); with more threads the many small nodes of W8A8 count more.
+# From so many tokens in a call the W8A8 graph of prefill replaces the weight-only graph of decode, by the precision of
+# the latter. The figures are fixed, so that a request gives the same tokens tomorrow. One thread takes the same time on
+# both between 3 and 4 tokens (int8) and 5 and 6 (int4); with more threads the many small nodes of W8A8 count more.
 PREFILL_GRAPH_FROM = {"int8": 5, "int4": 6}
 NEVER = 1 << 30
 # Tokens per call where every position's logits are asked for: 32 x 152k float32 are 20 MB.
@@ -194,7 +194,7 @@ class ModelRunner:
         return self._name_texts(last, call)
 
     def _name_texts(self, batch: Batch, call: Sequence[Slot]) -> Batch:
-        """Say how long the text of each row is, and of any other that one comes with, where ropes switch by that."""
+        """Add the text length of each row, for models whose rope factors depend on it."""
         if not self.long_after:
             return batch
         lengths = [slot.text_length for slot in call]
@@ -213,7 +213,7 @@ class ModelRunner:
         return self.costs.predict(self.phase(rows), rows + (rows % 2 if self._policy.in_pairs else 0), 1)
 
     def accept(self, sequence: Slot, tokens: int) -> None:
-        """Of the last token and drafts that :meth:`execute` fed, keep the first ``tokens``."""
+        """Keep the first ``tokens`` of the last token and drafts that :meth:`execute` fed."""
         if sequence.drafts and self._has_states:
             self.session.accept(sequence.row, sequence.cached, tokens)
 
@@ -228,13 +228,13 @@ class ModelRunner:
         ids, past = np.array([padded], np.int64), np.array([sequence.cached], np.int64)
         new = np.array([len(tokens)], np.int64) if self._has_states else None
         provisional = bool(drafts) and self._has_states
-        found = Batch(self.phase(len(padded)), ids, past, indices, sequence.row, new, provisional=provisional)
+        call = Batch(self.phase(len(padded)), ids, past, indices, sequence.row, new, provisional=provisional)
         slots = [sequence]
-        logits: Floats = self._run(_complete(self._name_texts(found, slots), slots), slots if drafts else [])[0]
+        logits: Floats = self._run(_complete(self._name_texts(call, slots), slots), slots if drafts else [])[0]
         return logits[: len(tokens)]
 
     def _run(self, call: Batch, slots: Sequence[Slot] = ()) -> Floats:
-        """Make a call; of ``slots`` some may do with candidates."""
+        """Make a call; some of ``slots`` may do with candidates instead of logits."""
         rows, tokens = call.input_ids.shape
         run = self.session.rank if any(slot.ranks for slot in slots) else self.session.run
         start = time.perf_counter()
@@ -270,10 +270,10 @@ def make_window_batch(windows: Sequence[Window], first_row: int) -> Batch:
 
 
 def _complete(call: Batch, sequences: Sequence[Slot]) -> Batch:
-    """A call with the adapters and the positions of its rows, of which the last may be a dummy."""
+    """A call with the adapters and positions of its rows; the last row may be a dummy."""
     places = place_rows(call.past_lengths, call.input_ids.shape[1], [sequence.images for sequence in sequences])
     call = call if places is None else replace(call, positions=places)
-    found = [sequence.adapter for sequence in sequences]
-    if not any(found):
+    adapters = [sequence.adapter for sequence in sequences]
+    if not any(adapters):
         return call
-    return replace(call, adapters=(*found, *[None] * (len(call.input_ids) - len(found))))
+    return replace(call, adapters=(*adapters, *[None] * (len(call.input_ids) - len(adapters))))
