@@ -194,7 +194,7 @@ class ModelRunner:
         return self._name_texts(last, call)
 
     def _name_texts(self, batch: Batch, call: Sequence[Slot]) -> Batch:
-        """Add the text length of each row, for models whose rope factors depend on it."""
+        """Say how long the text of each row is, and of any other that one comes with, where ropes switch by that."""
         if not self.long_after:
             return batch
         lengths = [slot.text_length for slot in call]
@@ -228,9 +228,9 @@ class ModelRunner:
         ids, past = np.array([padded], np.int64), np.array([sequence.cached], np.int64)
         new = np.array([len(tokens)], np.int64) if self._has_states else None
         provisional = bool(drafts) and self._has_states
-        call = Batch(self.phase(len(padded)), ids, past, indices, sequence.row, new, provisional=provisional)
+        found = Batch(self.phase(len(padded)), ids, past, indices, sequence.row, new, provisional=provisional)
         slots = [sequence]
-        logits: Floats = self._run(_complete(self._name_texts(call, slots), slots), slots if drafts else [])[0]
+        logits: Floats = self._run(_complete(self._name_texts(found, slots), slots), slots if drafts else [])[0]
         return logits[: len(tokens)]
 
     def _run(self, call: Batch, slots: Sequence[Slot] = ()) -> Floats:
@@ -270,10 +270,10 @@ def make_window_batch(windows: Sequence[Window], first_row: int) -> Batch:
 
 
 def _complete(call: Batch, sequences: Sequence[Slot]) -> Batch:
-    """A call with the adapters and positions of its rows; the last row may be a dummy."""
+    """A call with the adapters and the positions of its rows, of which the last may be a dummy."""
     places = place_rows(call.past_lengths, call.input_ids.shape[1], [sequence.images for sequence in sequences])
     call = call if places is None else replace(call, positions=places)
-    adapters = [sequence.adapter for sequence in sequences]
-    if not any(adapters):
+    found = [sequence.adapter for sequence in sequences]
+    if not any(found):
         return call
-    return replace(call, adapters=(*adapters, *[None] * (len(call.input_ids) - len(adapters))))
+    return replace(call, adapters=(*found, *[None] * (len(call.input_ids) - len(found))))
