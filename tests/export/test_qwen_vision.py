@@ -237,6 +237,7 @@ def change(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return {**values, **changes, **inner}
 
 
+@pytest.mark.threat("processor-settings")
 @pytest.mark.parametrize(("file", "changes", "message"), REFUSED, ids=[message[:30] for *_, message in REFUSED])
 def test_what_is_not_understood_is_refused(windowed: Path, tmp_path: Path, file: str, changes: Any, message: str):
     folder = towers.copy_checkpoint(windowed, tmp_path)

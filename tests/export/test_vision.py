@@ -261,6 +261,7 @@ WRONG = [("smolvlm", *wrong) for wrong in REFUSED]
 WRONG += [*(("gemma3", *wrong) for wrong in GEMMA_REFUSED), *(("lfm2_vl", *wrong) for wrong in LFM2_REFUSED)]
 
 
+@pytest.mark.threat("processor-settings")
 @pytest.mark.parametrize(
     ("kind", "file", "changes", "message"), WRONG, ids=[message[:30] for *_, message in WRONG], indirect=["kind"]
 )

@@ -183,6 +183,7 @@ def put_floats(tensors: dict[str, torch.Tensor]) -> None:
     tensors[EXPERT] = torch.zeros(8, 96, 64)
 
 
+@pytest.mark.threat("packed-tensors")
 @pytest.mark.parametrize(
     ("edit", "words"),
     [

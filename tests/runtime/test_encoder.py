@@ -174,6 +174,7 @@ def test_golden_texts_that_come_out_otherwise_fail_the_self_test(model, tmp_path
         open_embedder(copied, self_test=True)
 
 
+@pytest.mark.threat("encoder-modules")
 @pytest.mark.parametrize(
     "content",
     [[], {"prompts": ["a"]}, {"prompts": {"a": 1}}, {"prompts": {}, "default_prompt_name": "a"}, {"truncate_dim": 0}],
@@ -184,6 +185,7 @@ def test_a_broken_file_of_prompts_is_refused(tmp_path, content):
         Prompts.from_folder(tmp_path)
 
 
+@pytest.mark.threat("forged-tokens")
 def test_what_a_document_spells_is_text(ranks):
     """A token that the tokenizer declares special is none in a document."""
     rows: list[list[int]] = []

@@ -35,6 +35,7 @@ def flip(path: Path) -> None:
         file.write(bytes([byte ^ 1]))
 
 
+@pytest.mark.threat("wrong-paths")
 @pytest.mark.parametrize(
     ("path", "error", "words"),
     [
@@ -54,6 +55,7 @@ def test_what_is_no_bundle_is_refused_in_a_sentence(call: Any, path: Any, error:
         call(path)
 
 
+@pytest.mark.threat("bundle-files")
 def test_a_planted_chat_template_is_refused(folder: Path):
     secret = folder.parent / "secret"
     secret.write_text("the secret")
@@ -68,6 +70,7 @@ def test_a_planted_chat_template_is_refused(folder: Path):
         load(folder)
 
 
+@pytest.mark.threat("bundle-damage")
 def test_a_flipped_bit_is_found_by_hashing_and_at_the_first_load_but_not_where_nobody_looks(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -81,6 +84,7 @@ def test_a_flipped_bit_is_found_by_hashing_and_at_the_first_load_but_not_where_n
             load(folder, **options)
 
 
+@pytest.mark.threat("bundle-replaced")
 def test_a_bundle_that_is_replaced_while_it_is_loaded_is_loaded_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
     published: list[int] = []
     closed: list[Path] = []
@@ -134,6 +138,7 @@ def exchange(place: Path, aside: Path, other: Path) -> None:
     other.rename(place)
 
 
+@pytest.mark.threat("bundle-replaced")
 @pytest.mark.parametrize("linked", [False, True], ids=["folder", "link"])
 def test_a_bundle_that_stands_in_another_ones_place_for_a_moment_lends_it_nothing(
     folder: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linked: bool
@@ -161,6 +166,7 @@ def test_a_bundle_that_stands_in_another_ones_place_for_a_moment_lends_it_nothin
     assert len(times) == (1 if linked else 2)  # what a link led to stays where it is
 
 
+@pytest.mark.threat("bundle-replaced")
 @pytest.mark.slow
 def test_while_folders_change_places_each_load_is_of_one_of_them(folder: Path, other: Path, tmp_path: Path):
     copy, aside = Path(shutil.copytree(other, tmp_path / "copy")), tmp_path / "aside"
@@ -191,6 +197,7 @@ def test_while_folders_change_places_each_load_is_of_one_of_them(folder: Path, o
     assert set(found) == set(whole)
 
 
+@pytest.mark.threat("bundle-replaced")
 def test_a_chat_template_is_never_that_of_another_bundle(folder: Path):
     with load(folder, self_test=False) as loaded:
         write_manifest(replace(read_bundle(folder), notes=("another",)), folder)
@@ -199,6 +206,7 @@ def test_a_chat_template_is_never_that_of_another_bundle(folder: Path):
         assert loaded.generate([1, 2], max_tokens=1).token_ids  # what was loaded goes on
 
 
+@pytest.mark.threat("bundle-replaced")
 def test_a_removed_bundle_goes_on_running(folder: Path):
     with load(folder, self_test=False) as loaded:
         before = loaded.generate([1, 2, 3], max_tokens=4, temperature=0).token_ids

@@ -165,6 +165,7 @@ def test_drafts_that_go_on_after_the_end_of_a_sample_do_no_harm(
     assert not drafter.open
 
 
+@pytest.mark.threat("bad-words")
 def test_drafts_of_forbidden_sequences_are_not_accepted(
     make_engine: Any, tiny_tokenizer: Any, session: Any, monkeypatch: pytest.MonkeyPatch
 ):

@@ -173,6 +173,7 @@ def test_a_model_without_a_tower_refuses_images_in_one_sentence(make: Any):
         model.chat(ONE)
 
 
+@pytest.mark.threat("image-tokens")
 def test_text_that_spells_an_image_is_text(make: Any):
     model, _ = make()
     said = [{"role": "user", "content": [{"type": "text", "text": "<image>"}, {"type": "image", "image": CAT}]}]
@@ -205,6 +206,7 @@ def test_the_image_that_cannot_be_read_is_named(make: Any):
         make()[0].chat(messages)
 
 
+@pytest.mark.threat("image-cost")
 def test_images_beyond_the_context_are_refused_before_they_are_computed(make: Any):
     model, session = make(context=64)
     many = [{"role": "user", "content": [ONE[0]["content"][0]] * 50}]

@@ -35,6 +35,7 @@ def test_numbers_and_base64_say_the_same(able_openai: openai.OpenAI):
     assert able_openai.embeddings.create(**given).data[0].embedding == pytest.approx(numbers)
 
 
+@pytest.mark.threat("embedding-cost")
 def test_requests_that_may_not_wait_are_refused(encoder_bundles: dict[str, Path]):
     """More at once than compute and may wait."""
     config = ServerConfig(models={"embed": encoder_bundles["embed"]}, threads=1, max_queue=1)
