@@ -281,11 +281,6 @@ def test_more_than_the_context_can_hold_is_refused_before_it_is_all_read(
     assert sys.stdin.buffer.tell() == 128 * 64 + 1
 
 
-def test_chat_sends_the_prompt_as_the_users_message(llmc, model: FakeModel, tmp_path: Path):
-    assert llmc("run", tmp_path, "--chat", "-p", "Hello").out == "ab\n"
-    assert model.asked == [("chat", [{"role": "user", "content": "Hello"}], {})]
-
-
 def test_stats_go_to_stderr(llmc, model: FakeModel, tmp_path: Path):
     ran = llmc("run", tmp_path, "-p", "Once", "--stats")
     assert ran.out == "ab\n"

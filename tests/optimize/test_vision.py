@@ -24,8 +24,6 @@ from llmc.runtime.model import verify
 from llmc.runtime.vision.decode import DECODING_BYTES
 
 CPU = capabilities("cpu")
-# Float32 adds in another order: 1e-6 of the largest value. A matrix of zeros moves some row by half of it.
-TOLERANCE = 1e-4
 # Cosine of rows in 8 bits: 0.9999 here, 0.9997 in SmolVLM2-256M's sizes. Integers of 4 bits have less than 0.99.
 LEAST_COSINE = 0.998
 
