@@ -292,6 +292,7 @@ def change(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return {**values, **changes, **inner}
 
 
+@pytest.mark.threat("processor-settings")
 @pytest.mark.parametrize(
     ("kind", "file", "changes", "message"), WRONG, ids=[message[:30] for *_, message in WRONG], indirect=["kind"]
 )

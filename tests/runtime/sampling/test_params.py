@@ -45,6 +45,7 @@ class TestParams:
 
 
 class TestRanges:
+    @pytest.mark.threat("parameter-bounds")
     @pytest.mark.parametrize(
         ("name", "value"),
         [
@@ -114,6 +115,7 @@ class TestRanges:
         assert str(caught.value) == f"{name} is {format_value(value)}, expected {PARAMETERS[name].range.expected}"
         assert len(str(caught.value)) < 600
 
+    @pytest.mark.threat("parameter-bounds")
     @pytest.mark.parametrize("name", ["temperature", "n", "seed", "top_p", "logprobs", "max_tokens", "min_tokens"])
     def test_of_integers_too_long_to_write_are_enforced(self, name: str) -> None:
         with pytest.raises(UsageError, match=f"{name} is an integer of about 5001 digits, expected"):
@@ -137,6 +139,7 @@ class TestRanges:
 
 
 class TestCombinations:
+    @pytest.mark.threat("many-samples")
     @pytest.mark.parametrize(
         ("params", "name"),
         [
