@@ -21,7 +21,7 @@ from llmc.optimize.plan.memory import memory_plan
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
 from llmc.runtime import load
-from llmc.runtime.model import verify
+from llmc.runtime.loading import verify
 from llmc.runtime.vision.decode import DECODING_BYTES
 
 CPU = capabilities("cpu")

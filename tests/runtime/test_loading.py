@@ -16,8 +16,8 @@ import pytest
 from llmc.bundle import read_bundle, write_manifest
 from llmc.errors import BundleError, LlmcError, UsageError
 from llmc.publish import file_entries
-from llmc.runtime import load, model
-from llmc.runtime.model import verify
+from llmc.runtime import Generator, load, loading
+from llmc.runtime.loading import verify
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_flipped_bit_is_found_by_hashing_and_at_the_first_load_but_not_where_n
 def test_a_bundle_that_is_replaced_while_it_is_loaded_is_loaded_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
     published: list[int] = []
     closed: list[Path] = []
-    opened = model.open_session
+    opened = loading.open_session
 
     def overtaken(*arguments: Any) -> Any:
         session = opened(*arguments)
@@ -100,9 +100,9 @@ def test_a_bundle_that_is_replaced_while_it_is_loaded_is_loaded_again(folder: Pa
             new.rename(folder)
         return session
 
-    close = model.Model.close
-    monkeypatch.setattr(model, "open_session", overtaken)
-    monkeypatch.setattr(model.Model, "close", lambda self, *how: (closed.append(self.folder), close(self, *how)))
+    close = Generator.close
+    monkeypatch.setattr(loading, "open_session", overtaken)
+    monkeypatch.setattr(Generator, "close", lambda self, *how: (closed.append(self.folder), close(self, *how)))
     with load(folder, self_test=False) as loaded:
         assert loaded.manifest.notes == ("the new one",)
         assert closed == [folder]
@@ -149,7 +149,7 @@ def test_a_bundle_that_stands_in_another_ones_place_for_a_moment_lends_it_nothin
         place.symlink_to(folder)
         copy, real = tmp_path / "second", copy
         copy.symlink_to(real)
-    expected, opened, times = parts_of(folder), model.open_session, []
+    expected, opened, times = parts_of(folder), loading.open_session, []
 
     def overtaken(*arguments: Any) -> Any:
         times.append(1)
@@ -161,7 +161,7 @@ def test_a_bundle_that_stands_in_another_ones_place_for_a_moment_lends_it_nothin
         finally:
             exchange(place, copy, aside)
 
-    monkeypatch.setattr(model, "open_session", overtaken)
+    monkeypatch.setattr(loading, "open_session", overtaken)
     assert parts_of(place) == expected
     assert len(times) == (1 if linked else 2)  # what a link led to stays where it is
 

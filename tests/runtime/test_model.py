@@ -5,6 +5,7 @@ What ends it and what text it gives is tested with a session that says what it i
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from llmc.runtime import Model, load
 from llmc.runtime.api.options import Determinism, EngineOptions
 from llmc.runtime.api.request import Request
 from llmc.runtime.kv.host_cache import HostCache
-from llmc.runtime.model import drafts_keep_bits
+from llmc.runtime.loading import drafts_keep_bits, make_engine
 from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sessions import Batch, Phase
@@ -76,7 +77,8 @@ def scripted(tiny_checkpoint: Path, manifest: Manifest, tokenizer: Tokenizer) ->
         here = replace(manifest, geometry=replace(manifest.geometry, vocab_size=4096), generation=generation)
         session = Scripted(here, [*tokenizer.encode(text), *more])
         options = EngineOptions(prefix_cache_bytes=0)
-        made.append(Model(tiny_checkpoint, here, tokenizer, SingleRunner(session, 512, 512), 1, options))
+        engine = partial(make_engine, memory=None)
+        made.append(Model(tiny_checkpoint, here, tokenizer, SingleRunner(session, 512, 512), 1, engine, options))
         return made[-1]
 
     yield make
@@ -250,7 +252,7 @@ def test_a_template_sees_tools_documents_and_variables(
 ):
     model = scripted(TEXT, [EOS])
     source = "{{ tools[0].name }} {{ documents[0].text }} {{ mood }} {{ messages[0].content }}"
-    monkeypatch.setattr(model, "_chat_template", ChatTemplate({"default": source}, {}))
+    monkeypatch.setitem(vars(model), "chat_template", ChatTemplate({"default": source}, {}))
     given = {
         "tools": [{"name": "add"}],
         "documents": [{"text": FORGED}],

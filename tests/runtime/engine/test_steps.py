@@ -109,7 +109,7 @@ def test_a_long_prompt_is_fed_however_many_short_ones_come(
 class Table:
     """Drafts from a sequence that is known to come."""
 
-    costs_by_token = False
+    costs_by_token, watch = False, None
 
     def __init__(self, known: list[int]) -> None:
         self.known = known

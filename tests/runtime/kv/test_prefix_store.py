@@ -249,12 +249,12 @@ def test_another_process_sees_what_this_one_writes_and_removes(opened: Opened, f
 @pytest.mark.threat("prefix-privacy")
 def test_prefixes_of_a_scope_are_found_in_it_alone(opened: Opened):
     cache, store = opened()
-    cache.insert(PROMPT, lambda a, b: blocks(rows(PROMPT), a, b), "ann")
+    cache.insert(PROMPT, lambda a, b: blocks(rows(PROMPT), a, b), ("", "ann"))
     flush(store)
     for kept in (cache, opened()[0]):  # in memory, and on disk
         lengths = []
-        for scope in ("ben", None, "ann"):
-            with kept.match(PROMPT, scope=scope) as match:
+        for names in (("", "ben"), ("",), ("", "ann")):
+            with kept.match(PROMPT, names=names) as match:
                 lengths.append(match.length)
         assert lengths == [0, 0, WHOLE]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from llmc.errors import ContextError, RequestError, UsageError
 from llmc.runtime import Model
 from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.kv.host_cache import HostCache
+from llmc.runtime.loading import make_engine
 from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sessions import Batch
 from llmc.runtime.text.tokenizer import Tokenizer
@@ -95,7 +97,8 @@ def make(folder: Path, manifest: Manifest) -> Iterator[Callable[..., tuple[Model
         session = Recording(here)
         eyes = Tower(vision, session.see) if sees else None
         options = EngineOptions(prefix_cache_bytes=0)
-        made.append(Model(folder, here, tokenizer, SingleRunner(session, context, 64), 1, options, tower=eyes))
+        engine = partial(make_engine, memory=None)
+        made.append(Model(folder, here, tokenizer, SingleRunner(session, context, 64), 1, engine, options, eyes))
         return made[-1], session
 
     yield make_model

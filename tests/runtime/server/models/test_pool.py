@@ -16,7 +16,7 @@ from llmc.bundle import ADAPTERS_FOLDER, Manifest, MemoryPlan, write_manifest
 from llmc.errors import BundleError, EngineClosedError, GpuError, LlmcError, RequestError, ResourceError, UsageError
 from llmc.publish import file_entries
 from llmc.runtime import load
-from llmc.runtime.model import memory_need
+from llmc.runtime.loading import memory_need
 from llmc.runtime.server.http.errors import from_llmc
 from llmc.runtime.server.models import loading as module
 from llmc.runtime.server.models import pool as pool_module
