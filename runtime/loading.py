@@ -209,7 +209,7 @@ def verify(
     progress: Callable[[str], None] = lambda step: None,
 ) -> VerifyReport:
     """Hash every file, load the bundle and replay its golden prompts; with ``emulate`` a GPU's graph on the CPU. Stages
-    are verified alone, and then all together.
+    are verified one by one, and then together.
 
     Raises:
         BundleError: a file is corrupt, or results differ beyond the manifest's tolerance.
@@ -304,7 +304,7 @@ def memory_need(manifest: Manifest, options: Mapping[str, Any]) -> MemoryNeed:
 
 
 def default_memory() -> int:
-    """Bytes that this process may take where nobody says how many: what it holds already, and what there is."""
+    """Bytes that this process may take by default: what it holds already, and what is available."""
     return available_memory() + resident_bytes()[0]
 
 

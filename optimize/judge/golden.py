@@ -184,8 +184,8 @@ def _other_calls(model: Generator, prompt: list[int], graph: Phase) -> Iterator[
     runner.session.cache.grow(2, len(prompt), runner.max_context)
     ids, past, none = np.array([prompt], np.int64), np.zeros(1, np.int64), np.zeros((1, 0), np.int64)
     for row in (0, 1) if last else ():
-        runner.session.run(Batch(graph, ids[:, :last], past, none, row))
-    both = Batch(graph, np.repeat(ids[:, last:], 2, axis=0), np.full(2, last), np.zeros((2, 1), np.int64))
+        runner.session.run(Batch.of(graph, ids[:, :last], past, none, row))
+    both = Batch.of(graph, np.repeat(ids[:, last:], 2, axis=0), np.full(2, last), np.zeros((2, 1), np.int64))
     yield runner.session.run(both)[0, 0].copy()
 
 

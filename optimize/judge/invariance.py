@@ -105,7 +105,7 @@ class _Probe:
     def invariance(self, phase: Phase) -> Invariance:
         for row, prefix in enumerate(self._prefixes):
             ids = np.array([prefix], np.int64)
-            call = Batch(phase, ids, np.zeros(1, np.int64), np.zeros((1, 0), np.int64), row)
+            call = Batch.of(phase, ids, np.zeros(1, np.int64), np.zeros((1, 0), np.int64), row)
             self._session.run(replace(call, adapters=self._adapters[row : row + 1]))
         cache = self._session.cache
         self._states = [cache.read_states(row, len(prefix)) for row, prefix in enumerate(self._prefixes)]
@@ -152,14 +152,14 @@ class _Probe:
         """Logits [rows, outputs, vocab] of a call's last ``outputs`` tokens, over the cache as it is."""
         rows, tokens = ids.shape
         indices = np.tile(np.arange(tokens - outputs, tokens), (rows, 1))
-        call = Batch(phase, ids, past.astype(np.int64), indices, adapters=self._adapters[:rows])
-        logits: NDArray[np.float32] = self._session.run(call).copy()
+        call = Batch.of(phase, ids, past.astype(np.int64), indices)
+        logits: NDArray[np.float32] = self._session.run(replace(call, adapters=self._adapters[:rows])).copy()
         return logits
 
     def _step(self, phase: Phase, rows: int) -> Values:
         past = [len(prefix) for prefix in self._prefixes[:rows]]
         zeros = np.zeros((rows, 1), np.int64)
-        logits = self._run(Batch(phase, self._next[:rows, :1], np.array(past, np.int64), zeros))[:, 0].copy()
+        logits = self._run(Batch.of(phase, self._next[:rows, :1], np.array(past, np.int64), zeros))[:, 0].copy()
         cached = [self._session.cache.read(row, length, length + 1) for row, length in enumerate(past)]
         return logits, np.stack(cached)
 
@@ -169,7 +169,7 @@ class _Probe:
 
         def run(tokens: int) -> list[NDArray[np.generic]]:
             # Logits at the ends of all calls, equally many in each call; positions beyond its end are clipped to it.
-            call = Batch(
+            call = Batch.of(
                 phase, self._text[None, :tokens], np.array([past], np.int64), np.minimum(ends, tokens - 1)[None]
             )
             logits, shown = self._run(call)[0], np.count_nonzero(ends < tokens)
@@ -186,7 +186,7 @@ class _Probe:
     def _piece(self, phase: Phase, tokens: int, outputs: int) -> Values:
         """Run ``tokens`` new tokens of row 0 for the logits of the first ``outputs``, the last one repeated."""
         past, indices = len(self._prefixes[0]), np.minimum(np.arange(outputs), tokens - 1)[None]
-        call = Batch(phase, self._next[:1, :tokens], np.array([past], np.int64), indices)
+        call = Batch.of(phase, self._next[:1, :tokens], np.array([past], np.int64), indices)
         return self._run(call)[0].copy(), self._fill_cache(past, tokens)
 
     def _run(self, call: Batch) -> NDArray[np.float32]:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from llmc.bundle import Manifest
 from llmc.errors import BuildError
-from llmc.optimize.judge.reference import empty_caches, open_part
+from llmc.optimize.judge.reference import complete_feeds, empty_caches, open_part
 
 SHOWN = 3
 
@@ -60,11 +60,5 @@ def _expose(graph: ir.Graph) -> list[str]:
 def _feeds(manifest: Manifest, graph: ir.Graph, prompt: Sequence[int]) -> dict[str, Any]:
     """Inputs of one call with the whole ``prompt`` and an empty cache of as many positions."""
     count = len(prompt)
-    feeds: dict[str, Any] = {
-        "input_ids": np.array([prompt], np.int64),
-        "past_lengths": np.zeros(1, np.int64),
-        "logit_indices": np.arange(count, dtype=np.int64)[None],
-        "cache_slots": np.arange(count),
-    }
-    feeds |= empty_caches(manifest.geometry.caches, 1, count, manifest.cache)
-    return {value.name: feeds[value.name] for value in graph.inputs if value.name is not None}
+    call = {"input_ids": np.array([prompt]), "past_lengths": np.zeros(1), "logit_indices": np.arange(count)[None]}
+    return complete_feeds(graph, call, count) | empty_caches(manifest.geometry.caches, 1, count, manifest.cache)
