@@ -98,7 +98,7 @@ class Mxfp4Tensor:
         return (*self.codes.shape[:2], 2 * self.codes.shape[2])
 
     def parts(self) -> dict[str, StoredTensor | MadeTensor]:
-        """As of a :class:`QuantizedTensor`."""
+        """The stored tensors, as in :class:`QuantizedTensor`."""
         return {"": self.codes, ".scales": self.scales}
 
 
@@ -133,7 +133,7 @@ class GgmlTensor:
         return LAYOUTS[self.dtype].kind
 
     def parts(self) -> dict[str, StoredTensor | MadeTensor]:
-        """As of a :class:`QuantizedTensor`; bytes have the name of their block type as ``dtype``."""
+        """The stored tensors, as in :class:`QuantizedTensor`; the ``dtype`` of bytes is their block type."""
         found: dict[str, StoredTensor | MadeTensor] = {}
         for part, stored in zip(("", ".second"), self.stored, strict=False):
             found[part] = replace(stored, shape=(stored.shape[0], stored.length // stored.shape[0]))

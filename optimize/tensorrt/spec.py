@@ -118,8 +118,8 @@ def bucket_sizes(max_context: int) -> tuple[int, ...]:
 def _compute_capabilities(
     asked: str | None, library: Any, target: Capabilities, wanted: set[str], here: Device | None
 ) -> tuple[str, ...]:
-    """The GPUs to build for, none for the library's own choice, which is all from Ampere on; one ``here`` that is older
-    is among them, if it has what is wanted."""
+    """Compute capabilities to build for; none leaves the choice to the library (Ampere and newer). An older GPU
+    ``here`` is added if it supports what is asked."""
     known = nameable_gpus(library) if library is not None else ()
     possible = tuple(gpu for gpu in known if wanted.isdisjoint(list_absent_precisions(target.name, gpu)))
     if asked is None:
@@ -164,7 +164,7 @@ def _warn_of_other(gpu: Device, config: EngineConfig, library: Any, target: Capa
 
 
 def _refuse_old(target: Capabilities, gpu: Device | None, wanted: set[str]) -> None:
-    """Refuse a GPU here, which the engine is for, without one of the precisions."""
+    """Refuse to build if the GPU here, which the engine is for, lacks one of the precisions."""
     if gpu is None:
         return
     for precision, first in list_absent_precisions(target.name, gpu.compute_capability).items():
