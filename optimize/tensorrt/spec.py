@@ -32,21 +32,13 @@ AMPERE = (8, 0)
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """An engine to be built, everything resolved.
+    """An engine to be built, everything resolved."""
 
-    Attributes:
-        library: the module tensorrt or tensorrt_rtx; None where building is left to another machine.
-        version: of the library; none where there is none.
-        gpu: the GPU here, None where there is none.
-        config: what the manifest will say of the engine, as yet without its files.
-        sparse: weights are pruned to 2:4, for which the library may choose sparse kernels.
-    """
-
-    library: Any
-    version: str
-    gpu: Device | None
-    config: EngineConfig
-    sparse: bool = False
+    library: Any  # the module tensorrt or tensorrt_rtx; None where building is left to another machine
+    version: str  # of the library; none where there is none
+    gpu: Device | None  # the GPU here, None where there is none
+    config: EngineConfig  # what the manifest will say of the engine, as yet without its files
+    sparse: bool = False  # weights are pruned to 2:4, for which the library may choose sparse kernels
 
 
 def resolve_engine(
