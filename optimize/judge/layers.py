@@ -33,16 +33,12 @@ UNFUSED = {fused: norm for norm, fused in KERNELS.values()}
 
 @dataclass(frozen=True)
 class LayerError:
-    """The error of one part of the model, fed with the unquantized model's hidden states, in one path.
+    """The error of one part of the model, fed with the unquantized model's hidden states, in one path."""
 
-    Attributes:
-        name: model.embed_tokens, model.layers.{i} or lm_head.
-        noise_to_signal: power of the error over the power of the part's own addition to the hidden state; for the head,
-            over the power of its logits without their mean, which softmax ignores.
-    """
-
-    name: str
+    name: str  # model.embed_tokens, model.layers.{i} or lm_head
     phase: str
+    # power of the error over the power of the part's own addition to the hidden state; for the head, over the power of
+    # its logits without their mean, which softmax ignores
     noise_to_signal: float
 
     @property
@@ -119,7 +115,7 @@ class _Graph:
         return self._part(self._asked, ["hidden.0"])(self._feed(ids, slice(0, ids.shape[1])))[0]  # type: ignore[no-any-return]
 
     def layer(self, layer: int, hidden: Float, ids: Ids, phase: Phase, more: dict[str, Any]) -> Float:
-        """Hidden states [n, S, H] after one layer, from those before it and what else it reads of the model's."""
+        """Hidden states [n, S, H] after one layer, from the hidden states before it and its additional inputs."""
         caches, dtype = self._geometry.caches_of(layer), self._cache_type
         presents = {
             present: past for cache in caches for past, present in zip(cache.inputs, cache.outputs, strict=True)
@@ -187,9 +183,9 @@ class _Graph:
 
 
 def _cut(more: dict[str, Any], row: int, span: slice) -> dict[str, Any]:
-    """The part for one call of what layers read beside hidden states; caches stay whole."""
-    found = {name: values[row : row + 1] for name, values in more.items()}
-    return found | {name: values[:, span] for name, values in found.items() if name.startswith("per_layer.")}
+    """One call's part of the layers' additional inputs, with whole caches."""
+    inputs = {name: values[row : row + 1] for name, values in more.items()}
+    return inputs | {name: values[:, span] for name, values in inputs.items() if name.startswith("per_layer.")}
 
 
 def _split_skip_norms(graph: ir.Graph) -> None:

@@ -24,19 +24,19 @@ def check_range(folder: Path, manifest: Manifest, prompts: Sequence[Sequence[int
     model = ir.load(folder / manifest.graphs["decode"].file)
     names = _expose(model.graph)
     session = open_part(model, folder)
-    found: dict[str, None] = {}
+    overflowing: dict[str, None] = {}
     for prompt in prompts:
         values = session.run(names, _feeds(manifest, model.graph, prompt))
         halves = ((name, value) for name, value in zip(names, values, strict=True) if value.dtype == np.float16)
-        found |= {name: None for name, value in halves if not np.isfinite(value).all()}
-    if found:
+        overflowing |= {name: None for name, value in halves if not np.isfinite(value).all()}
+    if overflowing:
         remedy = "build with --bf16 or --fp32, or for integers with compute = 'bfloat16' in the recipe"
         if manifest.engine is None:
             remedy = "build with --fp32, or for TensorRT with --bf16"
-        nodes = ", ".join(name.removesuffix(".0") for name in list(found)[:SHOWN])
+        nodes = ", ".join(name.removesuffix(".0") for name in list(overflowing)[:SHOWN])
         raise BuildError(
-            f"float16 overflows in {len(found)} values of this model, beginning with {nodes}: a GPU would compute "
-            f"infinities; {remedy}"
+            f"float16 overflows in {len(overflowing)} values of this model, beginning with {nodes}: a GPU would "
+            f"compute infinities; {remedy}"
         )
 
 

@@ -69,8 +69,8 @@ _S = TypeVar("_S", bound=Slot)
 
 
 class Rows(Generic[_S]):
-    """Rows of the cache, packed: sequences that decode first, so that one call serves them all, then those whose prompt
-    is being fed. Whoever leaves a gap is followed by the last one, whose positions are copied."""
+    """Rows of the cache, packed: first the sequences that decode, so that one call serves them all, then those whose
+    prompt is being fed. A row that becomes free is filled with the positions of the last one."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -139,7 +139,7 @@ class Rows(Generic[_S]):
         self._cache.release(len(self._order))
 
     def hand_on(self, slot: _S, heir: _S, cached: int) -> None:
-        """Give the row of ``slot`` to ``heir``, who keeps its first ``cached`` positions."""
+        """Give the row of ``slot`` to ``heir``, with its first ``cached`` positions."""
         assert cached <= slot.cached and self.can_fork(slot, cached)
         self._order[slot.row] = heir
         heir.row, slot.row, heir.cached = slot.row, -1, cached
@@ -151,7 +151,7 @@ class Rows(Generic[_S]):
         self._decoding = 0
 
     def _move(self, source: int, target: int) -> int:
-        """Put who is at ``source`` to ``target``, and say which row that leaves free."""
+        """Move the row ``source`` to ``target``; return the row that is free then."""
         if source != target:
             slot = self._order[source]
             with moving():
@@ -172,7 +172,7 @@ class Rows(Generic[_S]):
 
 @contextmanager
 def moving() -> Iterator[None]:
-    """Turn any error into a TornError: one sequence's positions may lie in another one's row."""
+    """Turn any error into a TornError, after which positions may lie in the wrong row."""
     try:
         yield
     except TornError:

@@ -27,9 +27,9 @@ from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.runner.prefill import Floats, list_sharing, make_shared_batch, prefill
 from llmc.runtime.sessions import Batch, Phase, Session
 
-# From so many tokens in a call the W8A8 graph of prefill replaces the weight-only graph of decode, by the bits
-# of the latter. The figures are fixed, so that a request gives the same tokens tomorrow. One thread's time is the same
-# on both between 3 and 4 tokens (int8) and 5 and 6 (int4); with more threads the many small nodes of W8A8 count more.
+# From so many tokens in a call the W8A8 graph of prefill replaces the weight-only graph of decode, by the precision of
+# the latter. The figures are fixed, so that a request gives the same tokens tomorrow. One thread takes the same time on
+# both between 3 and 4 tokens (int8) and 5 and 6 (int4); with more threads the many small nodes of W8A8 count more.
 PREFILL_GRAPH_FROM = {"int8": 5, "int4": 6}
 NEVER = 1 << 30
 # Tokens per call where every position's logits are asked for: 32 x 152k float32 are 20 MB.
@@ -217,7 +217,7 @@ class ModelRunner:
         return self.costs.predict(self.phase(rows), rows + (rows % 2 if self._policy.in_pairs else 0), 1)
 
     def accept(self, sequence: Slot, tokens: int) -> None:
-        """Of the last token and drafts that :meth:`execute` fed, keep the first ``tokens``."""
+        """Keep the first ``tokens`` of the last token and drafts that :meth:`execute` fed."""
         if sequence.drafts and self._has_states:
             self.session.accept(sequence.row, sequence.cached, tokens)
 
@@ -237,7 +237,7 @@ class ModelRunner:
         return logits[: len(tokens)]
 
     def _run(self, call: Batch, slots: Sequence[Slot] = ()) -> Floats:
-        """Make a call; of ``slots`` some may do with candidates."""
+        """Make a call; some of ``slots`` may do with candidates instead of logits."""
         rows, tokens = call.input_ids.shape
         run = self.session.rank if any(slot.ranks for slot in slots) else self.session.run
         start = time.perf_counter()

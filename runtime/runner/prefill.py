@@ -1,4 +1,4 @@
-"""Prompts in chunks: the one way in which tokens get into a row, and a lone sequence that goes it for evaluation."""
+"""Prompts in chunks, for the engine and for one sequence at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,8 +16,8 @@ Floats = NDArray[np.float32]
 
 # Queries per tile of ONNX Runtime's attention on CPUs.
 ATTENTION_TILE = 64
-# Tokens of a call that prompts share. Beyond, reading weights is a sixth of its time (0.5B, int4, two cores), and those
-# who share it wait longer for the others than they would for their turn.
+# Most tokens of a call that prompts share. In larger calls reading weights is a sixth of the time (0.5B, int4, two
+# cores), and prompts wait longer for each other than for their turn.
 SHARED_TOKENS = 128
 
 _S = TypeVar("_S", bound=Slot)
@@ -26,13 +26,13 @@ _S = TypeVar("_S", bound=Slot)
 def prefill(
     run: Callable[[Batch], Floats], sequence: Slot, size: int, *, every: bool = False, phase: Phase = Phase.PREFILL
 ) -> Iterator[Floats]:
-    """Feed the tokens that are not in the row yet, one chunk for each item; its logits [O, V], which the next may
+    """Feed the tokens that are not in the row yet, a chunk for each item: its logits [O, V], which the next chunk may
     overwrite.
 
     Args:
         run: makes a call of the session.
         size: tokens per chunk; with the graph of decode there is one.
-        every: whether logits of all positions are wanted, and not of the context's last alone.
+        every: give logits of all positions, not only of the context's last.
         phase: names the graph.
     """
     total = len(sequence.context)
@@ -66,8 +66,8 @@ def batch(phase: Phase, ids: NDArray[np.int64], past: Sequence[int], outputs: Se
 
 
 def list_sharing(waiting: Sequence[_S], chunk: int, capacity: int) -> list[_S]:
-    """The first of ``waiting``, of which nothing was fed yet, that are fed whole in one call of up to ``chunk`` tokens,
-    padding included, within the ``capacity`` of a row; see also :attr:`Slot.is_fed_alone`."""
+    """The first of ``waiting``, with nothing fed yet, that fit into one call whole: up to ``chunk`` tokens, padding
+    included, within the ``capacity`` of a row. See also :attr:`Slot.is_fed_alone`."""
     lengths = [len(sequence.context) - sequence.cached for sequence in waiting]
     tokens, widths = list(accumulate(lengths)), list(accumulate(lengths, max))
     past = list(accumulate((sequence.cached for sequence in waiting), max))
@@ -84,7 +84,7 @@ def list_sharing(waiting: Sequence[_S], chunk: int, capacity: int) -> list[_S]:
 
 
 def make_shared_batch(sequences: Sequence[Slot]) -> Batch:
-    """The call that feeds what is left of each, with logits after its last token."""
+    """The call that feeds the rest of each sequence, with logits after its last token."""
     rest = [sequence.context[sequence.cached :] for sequence in sequences]
     lengths = np.array([len(tokens) for tokens in rest], np.int64)
     ids = np.zeros((len(rest), lengths.max()), np.int64)
