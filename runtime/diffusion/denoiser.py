@@ -47,7 +47,8 @@ class Denoiser:
             start, end = (0, self.length) if self._before is None else (self._before, end)
         start = max(0, start - self._model.shift)
         wanted = self._masked - self._model.shift - start
-        return Window(start, self._tokens[start:end].tolist(), self.length, wanted.tolist())
+        seen = {"seen_lengths": np.array([self.length])}
+        return Window(start, self._tokens[start:end].tolist(), wanted.tolist(), seen)
 
     def take(self, logits: Logits) -> list[int]:
         """Fill some masks from logits [n, V]; the first rows are of the masks left in the block. Return the block's

@@ -5,6 +5,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llmc.runtime.kv.cache import KVCache
 from llmc.runtime.vision.rows import ImageRows
 
@@ -19,8 +22,8 @@ class Window:
 
     start: int  # position of the first token
     tokens: list[int]
-    seen: int  # positions from the row's first on that all tokens see
     outputs: list[int]  # indices of the tokens whose logits are wanted
+    feeds: dict[str, NDArray[Any]]  # further inputs by name
 
 
 @dataclass(eq=False)
@@ -55,6 +58,11 @@ class Slot:
     def text_length(self) -> int:
         """Tokens of its text, by which ropes switch."""
         return len(self.context)
+
+    def feeds(self, start: int, end: int) -> dict[str, NDArray[Any]]:
+        """Inputs that it brings to a call of its tokens ``start`` ... ``end - 1``, by name, of one row each."""
+        images = {} if self.images is None else self.images.feeds(start, end)
+        return {"text_lengths": np.array([self.text_length]), **images}
 
 
 _S = TypeVar("_S", bound=Slot)

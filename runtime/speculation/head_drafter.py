@@ -12,7 +12,6 @@ from llmc.runtime.runner.prefill import batch
 from llmc.runtime.sessions.base import Phase
 from llmc.runtime.speculation.drafters import LONGEST
 from llmc.runtime.speculation.model_drafter import DraftedSequence, ModelDrafter
-from llmc.runtime.vision.rows import Embedded
 
 Floats = NDArray[np.float32]
 
@@ -101,7 +100,8 @@ class HeadDrafter(ModelDrafter):
         rows[:, place] = hidden
         phase = Phase.DECODE if len(tokens) <= STEPS else Phase.PREFILL
         call = batch(phase, np.array([tokens]), [past], [len(tokens) - 1], row)
-        logits: Floats = self._session.run(replace(call, embedded=Embedded(np.arange(len(tokens))[None], rows)))[0, -1]
+        call = call.feed(embedding_indices=np.arange(len(tokens))[None], embeddings=rows)
+        logits: Floats = self._session.run(call)[0, -1]
         return logits
 
     def _make_sequence(self, row: int) -> "_Sequence":
