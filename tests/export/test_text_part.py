@@ -53,12 +53,7 @@ KINDS = {
         "image_token_id": 95,
     },
     "smolvlm": {
-        "text_config": {
-            **BASE,
-            "model_type": "llama",
-            "head_dim": 16,
-            "pad_token_id": 0,
-        },
+        "text_config": {**BASE, "model_type": "llama", "head_dim": 16, "pad_token_id": 0},
         "vision_config": {**SIZES, "image_size": 28, "patch_size": 14},
         "image_token_id": 95,
     },
