@@ -12,15 +12,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmc import __version__
 from llmc.errors import LlmcError
-from llmc.runtime.server import ollama, page
-from llmc.runtime.server.anthropic import messages
+from llmc.runtime.server import page
+from llmc.runtime.server.dialects import anthropic, completions, embeddings, models, ollama, openai_chat, responses
 from llmc.runtime.server.http.errors import OPENAI_ERRORS, ApiError, from_llmc, no_route, response
 from llmc.runtime.server.http.ignored import name_ignored
 from llmc.runtime.server.http.validation import api_error, document_bodies, no_query
 from llmc.runtime.server.models import admin, health
 from llmc.runtime.server.models.metrics import HttpMetrics
 from llmc.runtime.server.models.service import Service
-from llmc.runtime.server.openai import chat, completions, embeddings, models, responses
 from llmc.runtime.server.upstream import Upstream
 
 if TYPE_CHECKING:
@@ -29,10 +28,10 @@ if TYPE_CHECKING:
 
 # In the order in which /docs lists them.
 ROUTERS = (
-    chat.router,
+    openai_chat.router,
     completions.router,
     responses.router,
-    messages.router,
+    anthropic.router,
     ollama.router,
     embeddings.router,
     models.router,

@@ -19,10 +19,10 @@ from llmc.errors import GpuError, LlmcError, UsageError
 from llmc.runtime.observe.logs import event
 from llmc.runtime.server.app import make_app
 from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.dialects.socket import Sockets
 from llmc.runtime.server.http.guarded import Guarded, uvicorn_options
 from llmc.runtime.server.http.logs import RequestLog, log_to_stderr
 from llmc.runtime.server.models.pool import ModelPool
-from llmc.runtime.server.openai.socket import Sockets
 from llmc.runtime.server.supervisor import describe_reload, inherit_sockets, notify, watchdog_s
 from llmc.runtime.server.upstream import Upstream
 

@@ -25,6 +25,7 @@ from starlette.types import Scope
 from llmc import __version__
 from llmc.errors import ContextError, LlmcError, QueueFullError, ResourceError, UsageError
 from llmc.runtime.server.config import MODEL_NAME, ServerConfig
+from llmc.runtime.server.dialects.completions import MOST_PROMPTS
 from llmc.runtime.server.http.accounts import CLIENT, allows_model, owe, spend
 from llmc.runtime.server.http.arrival import PARSED, value_of
 from llmc.runtime.server.http.aside import aside
@@ -38,7 +39,6 @@ from llmc.runtime.server.http.streams import EventStream, encode_json, event, un
 from llmc.runtime.server.http.validation import declares_json
 from llmc.runtime.server.models.metrics import HttpMetrics
 from llmc.runtime.server.models.service import Service
-from llmc.runtime.server.openai.completions import MOST_PROMPTS
 
 log = logging.getLogger(__name__)
 

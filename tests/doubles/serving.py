@@ -16,9 +16,9 @@ from llmc.bundle import read_bundle, write_manifest
 from llmc.publish import file_entries
 from llmc.runtime.server.app import make_app
 from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.dialects.socket import Sockets
 from llmc.runtime.server.http.guarded import uvicorn_options
 from llmc.runtime.server.models.pool import ModelPool
-from llmc.runtime.server.openai.socket import Sockets
 
 # Qwen 3's form of calls and thoughts, which are off unless asked for.
 ABLE_TEMPLATE = """\

@@ -61,7 +61,7 @@ class Guarded:
 
 def accept_offers(app: ASGIApp) -> ASGIApp:
     """Accept the handshake of a WebSocket, which all guards let through;
-    :mod:`llmc.runtime.server.openai.socket` goes on with it."""
+    :mod:`llmc.runtime.server.dialects.socket` goes on with it."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         if not scope.get(OFFER):

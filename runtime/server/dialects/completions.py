@@ -12,6 +12,7 @@ from pydantic import Field
 
 from llmc.runtime import GenerationResult, Handle, Model
 from llmc.runtime.api.results import Delta
+from llmc.runtime.server.dialects.logprobs import completion_logprobs, text_offsets
 from llmc.runtime.server.http.aside import apart, aside
 from llmc.runtime.server.http.bodies import (
     ANY,
@@ -29,7 +30,6 @@ from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.streams import EventStream, encode_json, guard_chunks, make_answer, unless_gone
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Served, Service
-from llmc.runtime.server.openai.logprobs import completion_logprobs, text_offsets
 
 router = APIRouter(tags=["OpenAI"])
 MOST_PROMPTS = 128  # of one request; each is a request to the engine

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, ConfigDict, Field, Tag
 from llmc.errors import RequestError, UsageError, format_value
 from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta
+from llmc.runtime.server.dialects.logprobs import chat_logprobs
 from llmc.runtime.server.http.aside import aside
 from llmc.runtime.server.http.bodies import (
     ANY,
@@ -42,7 +43,6 @@ from llmc.runtime.server.http.streams import (
 )
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Served, Service, plain_id
-from llmc.runtime.server.openai.logprobs import chat_logprobs
 from llmc.runtime.tools.calls import LONGEST_NAME
 
 router = APIRouter(tags=["OpenAI"])

@@ -18,6 +18,15 @@ from starlette.responses import JSONResponse
 from llmc.errors import ContextError, RequestError
 from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta, ToolCall
+from llmc.runtime.server.dialects.openai_chat import (
+    Function,
+    add_variables,
+    check_choice,
+    count_thoughts,
+    drop_others,
+    effort_budget,
+    refuse_forced,
+)
 from llmc.runtime.server.http.aside import aside
 from llmc.runtime.server.http.bodies import Body, Lenient, Logged, Other, Sampled, ToolFormat, kind_among
 from llmc.runtime.server.http.errors import ANTHROPIC_ERRORS, ApiError, rename_place
@@ -27,15 +36,6 @@ from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.streams import EventStream, event, guard_pieces, unless_gone
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Served, Service, new_id, plain_id
-from llmc.runtime.server.openai.chat import (
-    Function,
-    add_variables,
-    check_choice,
-    count_thoughts,
-    drop_others,
-    effort_budget,
-    refuse_forced,
-)
 from llmc.runtime.text.chat_template import ChatTemplate
 
 # This dialect's names of llmc's parameters.

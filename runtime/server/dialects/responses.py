@@ -13,6 +13,19 @@ from starlette.concurrency import run_in_threadpool
 from llmc.errors import LlmcError
 from llmc.runtime import Model, SamplingParams
 from llmc.runtime.api.chat import ChatHandle, ChatResult, ToolCall
+from llmc.runtime.server.dialects.logprobs import logprob_entries
+from llmc.runtime.server.dialects.openai_chat import (
+    Effort,
+    OpenAIChat,
+    Schema,
+    TextFormat,
+    add_variables,
+    count_thoughts,
+    effort_budget,
+    write_input,
+)
+from llmc.runtime.server.dialects.response_events import PREFIXES, Event, Output
+from llmc.runtime.server.dialects.tools import AnyTool, Toolbox, ToolChoice, write_name
 from llmc.runtime.server.http.accounts import key_name
 from llmc.runtime.server.http.aside import apart, aside
 from llmc.runtime.server.http.bodies import Body, Other, Verbosity
@@ -23,19 +36,6 @@ from llmc.runtime.server.http.streams import EventStream, event, make_answer, un
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.response_store import Item, make_stored, read
 from llmc.runtime.server.models.service import Served, Service, new_id, plain_id
-from llmc.runtime.server.openai.chat import (
-    Effort,
-    OpenAIChat,
-    Schema,
-    TextFormat,
-    add_variables,
-    count_thoughts,
-    effort_budget,
-    write_input,
-)
-from llmc.runtime.server.openai.logprobs import logprob_entries
-from llmc.runtime.server.openai.response_events import PREFIXES, Event, Output
-from llmc.runtime.server.openai.tools import AnyTool, Toolbox, ToolChoice, write_name
 
 T = TypeVar("T")
 EFFORT = "reasoning.effort"

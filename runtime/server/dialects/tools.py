@@ -8,10 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, JsonValue, Tag
 
-from llmc.runtime.server.http.bodies import Body, Other, kind_among
-from llmc.runtime.server.http.errors import ApiError
-from llmc.runtime.server.http.ignored import ignore
-from llmc.runtime.server.openai.chat import (
+from llmc.runtime.server.dialects.openai_chat import (
     TOOL_NAME,
     Function,
     TextFormat,
@@ -20,6 +17,9 @@ from llmc.runtime.server.openai.chat import (
     refuse_allowed,
     refuse_forced,
 )
+from llmc.runtime.server.http.bodies import Body, Other, kind_among
+from llmc.runtime.server.http.errors import ApiError
+from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.tools.calls import LONGEST_NAME
 
 Name = Annotated[str, Field(pattern=TOOL_NAME)]

@@ -15,9 +15,9 @@ from doubles.speaking import speak
 
 from llmc.runtime import Model
 from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.dialects.openai_chat import EFFORTS, add_variables
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.guarded import Guarded
-from llmc.runtime.server.openai.chat import EFFORTS, add_variables
 from llmc.runtime.text.chat_template import ChatTemplate
 
 MESSAGES: Any = [{"role": "user", "content": "Write a function."}]
@@ -353,7 +353,7 @@ def test_effort_is_a_hint_that_a_template_follows_or_not(
     monkeypatch: pytest.MonkeyPatch, template: str, effort: str, variables: dict[str, Any] | None, ignored: bool
 ):
     named: list[str] = []
-    monkeypatch.setattr("llmc.runtime.server.openai.chat.ignore", named.append)
+    monkeypatch.setattr("llmc.runtime.server.dialects.openai_chat.ignore", named.append)
     model: Any = SimpleNamespace(chat_template=ChatTemplate({"default": template}, {}))
     model.reasoning_variables = partial(Model.reasoning_variables, model)
     assert add_variables(model, {}, effort, None, False, effort_name="effort") == variables

@@ -20,6 +20,9 @@ from starlette.responses import JSONResponse
 from llmc.runtime import Handle, Model
 from llmc.runtime.api.chat import ChatHandle, Message
 from llmc.runtime.api.results import GenerationResult
+from llmc.runtime.server.dialects.completions import CompletionRequest
+from llmc.runtime.server.dialects.embeddings import EmbeddingRequest, Rows, compute_vectors
+from llmc.runtime.server.dialects.openai_chat import ChatRequest, Effort, Function, open_chat
 from llmc.runtime.server.http.accounts import check_admin
 from llmc.runtime.server.http.aside import LARGE, aside
 from llmc.runtime.server.http.bodies import ANY, Lenient, Sampled
@@ -29,9 +32,6 @@ from llmc.runtime.server.http.images import MOST_IMAGES
 from llmc.runtime.server.http.streams import EventStream, encode_json, guard_pieces, make_answer, unless_gone
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Served, Service
-from llmc.runtime.server.openai.chat import ChatRequest, Effort, Function, open_chat
-from llmc.runtime.server.openai.completions import CompletionRequest
-from llmc.runtime.server.openai.embeddings import EmbeddingRequest, Rows, compute_vectors
 
 router = APIRouter(tags=["Ollama"], responses=OLLAMA_ERRORS)
 # The version of Ollama whose routes these are: clients that want a newer one than this refuse to talk.

@@ -9,9 +9,9 @@ import pytest
 from openai.types.responses import Response, ResponseInputItemParam, ResponseStreamEvent, ToolParam
 from pydantic import TypeAdapter
 
+from llmc.runtime.server.dialects.responses import ResponseRequest
+from llmc.runtime.server.dialects.tools import Toolbox, read_input, write_name
 from llmc.runtime.server.http.errors import ApiError
-from llmc.runtime.server.openai.responses import ResponseRequest
-from llmc.runtime.server.openai.tools import Toolbox, read_input, write_name
 
 GREEDY: dict[str, Any] = {"model": "able", "input": "Write a function.", "max_output_tokens": 100, "temperature": 0}
 CHAT: dict[str, Any] = {

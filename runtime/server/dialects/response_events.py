@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from llmc.runtime.api.chat import MessageDelta, ToolCallDelta
+from llmc.runtime.server.dialects.tools import read_input
 from llmc.runtime.server.models.service import new_id, plain_id
-from llmc.runtime.server.openai.tools import read_input
 
 Event = dict[str, Any]
 Kind = tuple[str, int]
