@@ -22,7 +22,7 @@ from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.dialects.socket import Sockets
 from llmc.runtime.server.http.guarded import Guarded, uvicorn_options
 from llmc.runtime.server.http.logs import RequestLog, log_to_stderr
-from llmc.runtime.server.models.pool import ModelPool
+from llmc.runtime.server.models.pool import Pool
 from llmc.runtime.server.supervisor import describe_reload, inherit_sockets, notify, watchdog_s
 from llmc.runtime.server.upstream import Upstream
 
@@ -48,13 +48,13 @@ def serve(config: ServerConfig) -> None:
     """
     with log_to_stderr(config.log_format):
         options, formats = config.load_options, config.tool_formats
-        pool = ModelPool(config.models, memory=config.memory, load_options=options, tool_formats=formats)
+        pool = Pool(config.models, memory=config.memory, load_options=options, tool_formats=formats)
         app = make_app(config, pool)
         run(config, pool, Guarded(app, config), app.state.upstream)
 
 
 class Models(Protocol):
-    """Holder of the models, as far as the server's life depends on it: a :class:`ModelPool`, or a fleet of them."""
+    """Holder of the models, as far as the server's life depends on it: a :class:`Pool`, or a fleet of them."""
 
     lost: GpuError | None
 

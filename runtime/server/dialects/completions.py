@@ -1,8 +1,7 @@
 """OpenAI's completions: a prompt as text or tokens, and what follows it."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
@@ -10,26 +9,21 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from llmc.runtime import GenerationResult, Handle, Model
+from llmc.runtime import GenerationResult, Handle
 from llmc.runtime.api.results import Delta
-from llmc.runtime.server.dialects.logprobs import completion_logprobs, text_offsets
-from llmc.runtime.server.http.aside import apart, aside
-from llmc.runtime.server.http.bodies import (
-    ANY,
-    Logged,
-    LogitBias,
-    Sampled,
+from llmc.runtime.server.dialects.openai import (
+    OpenAITurn,
     StreamOptions,
     StreamUsage,
-    list_texts,
+    completion_logprobs,
+    text_offsets,
     usage_of,
 )
-from llmc.runtime.server.http.errors import ApiError, name_parameters
-from llmc.runtime.server.http.ignored import ignore
-from llmc.runtime.server.http.logs import note
-from llmc.runtime.server.http.streams import EventStream, encode_json, guard_chunks, make_answer, unless_gone
+from llmc.runtime.server.http.aside import apart
+from llmc.runtime.server.http.bodies import ANY, Logged, LogitBias, Sampled, list_texts
+from llmc.runtime.server.http.errors import ApiError
+from llmc.runtime.server.http.streams import encode_json, make_answer
 from llmc.runtime.server.http.validation import take_body
-from llmc.runtime.server.models.service import Served, Service
 
 router = APIRouter(tags=["OpenAI"])
 MOST_PROMPTS = 128  # of one request; each is a request to the engine
@@ -62,6 +56,16 @@ class CompletionRequest(Sampled):
         return list_texts("prompt", self.prompt, MOST_PROMPTS)
 
     @property
+    def names(self) -> dict[str, str]:
+        """This dialect's names of llmc's parameters."""
+        return {"prompt": "prompt"} | self.form_names
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """True if the answer has log-probabilities of the prompt."""
+        return self.echo is True and self.logprobs is not None
+
+    @property
     def is_prompt_alone(self) -> bool:
         """True if the answer is the prompt, and no token after it."""
         return self.echo is True and self.max_tokens == 0
@@ -70,7 +74,7 @@ class CompletionRequest(Sampled):
         """Arguments of :meth:`llmc.runtime.Model.stream` beside the prompt.
         Raises ApiError: parameters contradict each other."""
         if self.stream_options is not None and not self.stream:
-            ignore("stream_options")
+            self.ignore("stream_options")
         if self.suffix and self.echo and self.logprobs is not None:
             said = "suffix cannot be combined with log-probabilities of the prompt; leave echo, logprobs or suffix out"
             raise ApiError(400, said, param="suffix")
@@ -86,45 +90,6 @@ class CompletionRequest(Sampled):
             add_special_tokens=self.add_special_tokens,
             suffix=self.suffix or None,
         )
-
-
-def choices_of(model: Model, body: CompletionRequest, results: list[GenerationResult]) -> list[dict[str, Any]]:
-    """All completions; those of a prompt follow each other."""
-    found: list[dict[str, Any]] = []
-    for prompt, result in zip(body.prompts(), results, strict=True):
-        echoed = echo_of(model, prompt) if body.echo else ""
-        for output in result.outputs:
-            text, chosen = ("", ()) if body.is_prompt_alone else (output.text, output.logprobs)
-            logprobs = completion_logprobs(model, chosen, text, len(echoed))
-            if body.logprobs is not None and body.echo:
-                before = _prompt_logprobs(model, body, prompt, echoed, result)
-                logprobs = {name: [*before[name], *of_name] for name, of_name in (logprobs or {}).items()}
-            reason = output.finish_reason
-            found.append({"index": len(found), "text": echoed + text, "logprobs": logprobs, "finish_reason": reason})
-    return found
-
-
-def echo_of(model: Model, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt, skip_special_tokens=False)
-
-
-def _prompt_logprobs(
-    model: Model, body: CompletionRequest, prompt: str | list[int], echoed: str, result: GenerationResult
-) -> dict[str, list[Any]]:
-    later = result.prompt_logprobs or ()
-    if isinstance(prompt, str):
-        around = body.add_special_tokens is not False
-        parsed = model.tokenizer.encode(prompt, around)
-        # The settings, the key or the request may have had special tokens that it spells taken for text.
-        prompt = parsed if len(parsed) == len(later) + 1 else model.tokenizer.encode_plain(prompt, around)
-    found = completion_logprobs(model, later, "") or {}
-    spelt = model.tokenizer.spell(prompt[0]).decode("utf-8", "replace")
-    return {
-        "tokens": [spelt, *found["tokens"]],
-        "token_logprobs": [None, *found["token_logprobs"]],
-        "top_logprobs": [None, *found["top_logprobs"]],
-        "text_offset": text_offsets(model, [prompt[0], *(one.token for one in later)], echoed),
-    }
 
 
 async def merge_deltas(handles: list[Handle]) -> AsyncIterator[tuple[int, Delta]]:
@@ -146,84 +111,107 @@ async def merge_deltas(handles: list[Handle]) -> AsyncIterator[tuple[int, Delta]
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def chunks(body: CompletionRequest, service: Service, model: Model, handles: list[Handle]) -> AsyncIterator[str]:
-    """The pieces of the answer as JSON, reasons of the end, and the usage if the client wants it."""
-    head, outputs = service.head("cmpl", "text_completion", model, body.model), handles[0].outputs
-    usage = StreamUsage(body.stream_options, [handle.prompt_tokens for handle in handles for _ in range(outputs)])
-    lengths = [0] * (outputs * len(handles))
-    # Log-probabilities of a prompt, which come before the completion's, are known at the end alone.
-    whole = body.is_prompt_alone or (body.echo and body.logprobs is not None)
+class CompletionTurn(OpenAITurn[CompletionRequest, Handle]):
+    """Prompts, and what follows them."""
 
-    def chunk(index: int, text: str, **rest: Any) -> str:
-        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None, **rest}
-        return encode_json({**head, **usage.member(index), "choices": [choice]})
+    RAW = True
 
-    if body.echo and not whole:
-        for index in range(len(lengths)):
-            yield chunk(index, echo_of(model, body.prompts()[index // outputs]))
-    async for number, delta in merge_deltas(handles):
-        index = number * outputs + delta.index
-        usage.add(index, 0 if body.is_prompt_alone else len(delta.token_ids))
-        if (delta.text or delta.logprobs) and not whole:
-            logprobs = completion_logprobs(model, delta.logprobs or None, delta.text, lengths[index])
-            yield chunk(index, delta.text, logprobs=logprobs)
-        lengths[index] += len(delta.text)
-    results = await _results(body, handles)
-    for choice in await apart(lambda: choices_of(model, body, results)) if whole else ():
-        yield await apart(partial(chunk, choice["index"], choice["text"], logprobs=choice["logprobs"]))
-    for number, result in enumerate(results):
-        for place, output in enumerate(result.outputs):
-            yield chunk(number * outputs + place, "", finish_reason=output.finish_reason)
-    if usage.ends:
-        yield encode_json({**head, "choices": [], "usage": usage_of(results)})
+    async def read(self) -> tuple[list[Any], dict[str, Any]]:
+        self.call.note(user=self.body.user)
+        return self.body.prompts(), await self.call.aside(self.body.arguments)
 
+    def check(self) -> None:
+        logprobs, tokens = self.body.logprobs, sum(handle.prompt_tokens for handle in self.handles)
+        if self.body.echo and logprobs is not None and tokens * (logprobs + 1) > MOST_ENTRIES:
+            said = f"prompt holds {tokens} tokens, of which each would be told with {logprobs} others"
+            said = f"{said}, {MOST_ENTRIES} at most altogether; send fewer prompts, or ask for fewer logprobs"
+            raise ApiError(400, said, param="prompt")
 
-async def _submit_prompts(
-    body: CompletionRequest, held: AsyncExitStack, service: Service
-) -> tuple[Model, list[Handle]]:
-    note(user=body.user)
-    prompts = body.prompts()
-    arguments = service.bound_sampling(await aside(body.arguments), len(prompts), raw=True)
-    model, adapter = await held.enter_async_context(service.generator(body.model)), service.adapter(body.model)
-    handles = []
-    for prompt in prompts:
-        with name_parameters({"prompt": "prompt"} | body.form_names):
-            handle = await service.submit_promptly(partial(model.stream, prompt, **arguments, **adapter))
-        held.callback(handle.cancel)
-        handles.append(handle)
-        if body.echo and body.logprobs is not None:
-            tokens = sum(handle.prompt_tokens for handle in handles)
-            if tokens * (body.logprobs + 1) > MOST_ENTRIES:
-                said = f"prompt holds {tokens} tokens, of which each would be told with {body.logprobs} others"
-                said = f"{said}, {MOST_ENTRIES} at most altogether; send fewer prompts, or ask for fewer logprobs"
-                raise ApiError(400, said, param="prompt")
-    await service.wait_turn(*handles)
-    return model, handles
+    def result(self) -> Awaitable[list[GenerationResult]]:
+        return self._results()
 
+    async def _results(self) -> list[GenerationResult]:
+        """The results; if the prompt alone is asked for, without the token that the engine cannot do without."""
+        results = [await handle for handle in self.handles]
+        if self.body.is_prompt_alone:
+            return [replace(result, usage=replace(result.usage, completion_tokens=0)) for result in results]
+        return results
 
-async def _results(body: CompletionRequest, handles: list[Handle]) -> list[GenerationResult]:
-    """The results; where the prompt alone was asked for, without the token that the engine cannot do without."""
-    found = [await handle for handle in handles]
-    if body.is_prompt_alone:
-        return [replace(result, usage=replace(result.usage, completion_tokens=0)) for result in found]
-    return found
+    async def make_whole(self, result: list[GenerationResult]) -> Response:
+        head = self.head("cmpl", "text_completion")
+
+        def make() -> dict[str, Any]:
+            return {**head, "choices": self.choices(result), "usage": usage_of(result)}
+
+        return await make_answer(make, large=bool(self.body.echo) or self.body.logprobs is not None)
+
+    def choices(self, results: list[GenerationResult]) -> list[dict[str, Any]]:
+        """All completions; those of a prompt follow each other."""
+        body = self.body
+        found: list[dict[str, Any]] = []
+        for prompt, result in zip(body.prompts(), results, strict=True):
+            echoed = self._echo(prompt) if body.echo else ""
+            for output in result.outputs:
+                text, chosen = ("", ()) if body.is_prompt_alone else (output.text, output.logprobs)
+                logprobs = completion_logprobs(self.model, chosen, text, len(echoed))
+                if body.echoes_logprobs:
+                    before = self._prompt_logprobs(prompt, echoed, result)
+                    logprobs = {name: [*before[name], *of_name] for name, of_name in (logprobs or {}).items()}
+                choice = {"index": len(found), "text": echoed + text, "logprobs": logprobs}
+                found.append({**choice, "finish_reason": output.finish_reason})
+        return found
+
+    def _echo(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self.model.tokenizer.decode(prompt, skip_special_tokens=False)
+
+    def _prompt_logprobs(self, prompt: str | list[int], echoed: str, result: GenerationResult) -> dict[str, list[Any]]:
+        later, tokenizer = result.prompt_logprobs or (), self.model.tokenizer
+        if isinstance(prompt, str):
+            around = self.body.add_special_tokens is not False
+            parsed = tokenizer.encode(prompt, around)
+            # The settings, the key or the request may have had special tokens that it spells taken for text.
+            prompt = parsed if len(parsed) == len(later) + 1 else tokenizer.encode_plain(prompt, around)
+        found = completion_logprobs(self.model, later, "") or {}
+        return {
+            "tokens": [tokenizer.spell(prompt[0]).decode("utf-8", "replace"), *found["tokens"]],
+            "token_logprobs": [None, *found["token_logprobs"]],
+            "top_logprobs": [None, *found["top_logprobs"]],
+            "text_offset": text_offsets(self.model, [prompt[0], *(one.token for one in later)], echoed),
+        }
+
+    async def pieces(self) -> AsyncIterator[str]:
+        """Chunks: texts, reasons of the end, and the usage if the client wants it."""
+        body, head, outputs = self.body, self.head("cmpl", "text_completion"), self.handle.outputs
+        prompts = [handle.prompt_tokens for handle in self.handles for _ in range(outputs)]
+        usage, lengths = StreamUsage(body.stream_options, prompts), [0] * len(prompts)
+        # Log-probabilities of a prompt come before the completion's, and are known at the end only.
+        whole = body.is_prompt_alone or body.echoes_logprobs
+
+        def chunk(index: int, text: str, **rest: Any) -> str:
+            choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None, **rest}
+            return encode_json({**head, **usage.member(index), "choices": [choice]})
+
+        if body.echo and not whole:
+            for index in range(len(lengths)):
+                yield chunk(index, self._echo(body.prompts()[index // outputs]))
+        async for number, delta in merge_deltas(self.handles):
+            index = number * outputs + delta.index
+            usage.add(index, 0 if body.is_prompt_alone else len(delta.token_ids))
+            if (delta.text or delta.logprobs) and not whole:
+                logprobs = completion_logprobs(self.model, delta.logprobs or None, delta.text, lengths[index])
+                yield chunk(index, delta.text, logprobs=logprobs)
+            lengths[index] += len(delta.text)
+        results = await self._results()
+        for choice in await apart(partial(self.choices, results)) if whole else ():
+            yield await apart(partial(chunk, choice["index"], choice["text"], logprobs=choice["logprobs"]))
+        for number, result in enumerate(results):
+            for place, output in enumerate(result.outputs):
+                yield chunk(number * outputs + place, "", finish_reason=output.finish_reason)
+        if usage.ends:
+            yield encode_json({**head, "choices": [], "usage": usage_of(results)})
 
 
 @router.post("/v1/completions")
-async def completions(
-    body: Annotated[CompletionRequest, take_body(CompletionRequest)], request: Request, service: Served
-) -> Response:
+async def completions(body: Annotated[CompletionRequest, take_body(CompletionRequest)], request: Request) -> Response:
     """Complete prompts. With ``stream`` the answer comes as server-sent events that end with ``[DONE]``."""
-    async with AsyncExitStack() as held:
-        model, handles = await _submit_prompts(body, held, service)
-        if body.stream:
-            events = guard_chunks(chunks(body, service, model, handles))
-            return EventStream(events, held.pop_all(), service.config.heartbeat_s)
-        results = await unless_gone(request.receive, _results(body, handles))
-        head = service.head("cmpl", "text_completion", model, body.model)
-
-        def made() -> dict[str, Any]:
-            choices = choices_of(model, body, results)
-            return {**head, "choices": choices, "usage": usage_of(results)}
-
-        return await make_answer(made, large=bool(body.echo) or body.logprobs is not None)
+    return await CompletionTurn(body, request).answer()

@@ -14,8 +14,9 @@ from websockets.frames import CloseCode
 
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.arrival import Bodies
-from llmc.runtime.server.http.keys import Keyring, Keys
-from llmc.runtime.server.http.logs import note
+from llmc.runtime.server.http.call import call_of
+from llmc.runtime.server.http.errors import ApiError, refuse
+from llmc.runtime.server.http.keys import Keyring
 from llmc.runtime.server.http.origins import Origins, cors
 from llmc.runtime.server.http.rates import Rates
 
@@ -59,6 +60,49 @@ class Guarded:
             self._keyring.reload()
 
 
+class Keys:
+    """Ask for a key on every route but those that are open; without a file, on none.
+
+    The call gets it; what was presented is removed from the headers, so that nothing behind can log it.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, keyring: Keyring | None) -> None:
+        self._app = app
+        self._keyring = keyring
+        self._page = config.page
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        presented = take_key(scope)
+        key = self._keyring.find(presented) if self._keyring and presented else None
+        if self._keyring and key is None and not self._is_open(scope):
+            found = "the API key is unknown" if presented else "there is no API key"
+            message = f"{found}; send one as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            error = ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            return await refuse(scope, receive, send, error)
+        call = call_of(scope)
+        call.client.key = key
+        call.has_admin = self._keyring is not None and self._keyring.has_admin
+        return await self._app(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        """True of liveness, and of the page, which must load before it can ask for a key."""
+        if scope["method"] not in ("GET", "HEAD"):
+            return False
+        path = scope["path"]
+        return path == "/health" or (self._page and (path == "/" or path.startswith("/page/")))
+
+
+def take_key(scope: Scope) -> str:
+    """The key that a client presented, as ``Authorization: Bearer`` or else ``x-api-key``; the request loses it."""
+    headers = Headers(scope=scope)
+    scheme, _, presented = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        presented = headers.get("x-api-key", "")
+    secret = (b"authorization", b"x-api-key")
+    scope["headers"] = [(name, value) for name, value in scope["headers"] if name not in secret]
+    return presented.strip()
+
+
 def accept_offers(app: ASGIApp) -> ASGIApp:
     """Accept the handshake of a WebSocket, which all guards let through;
     :mod:`llmc.runtime.server.dialects.socket` goes on with it."""
@@ -66,7 +110,7 @@ def accept_offers(app: ASGIApp) -> ASGIApp:
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         if not scope.get(OFFER):
             return await app(scope, receive, send)
-        note(route=SOCKET)
+        call_of(scope).note(route=SOCKET)
         await send({"type": "http.response.start", "status": 101, "headers": []})
         return await send({"type": "http.response.body", "body": b""})
 

@@ -17,7 +17,6 @@ from llmc.strict import escape_line_ends
 T = TypeVar("T")
 PIECE = 256  # items of a list that are encoded in one call
 HEARTBEAT = b": heartbeat\n\n"  # a comment, which clients skip
-DONE = b"data: [DONE]\n\n"
 # Proxies must neither keep nor collect the events (X-Accel-Buffering is nginx's).
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -147,8 +146,3 @@ async def guard_pieces(
         else:
             if end:
                 yield end
-
-
-def guard_chunks(chunks: AsyncIterator[str]) -> AsyncIterator[bytes]:
-    """Chunks of OpenAI's older dialects as events, and an error as the last one of them, or ``[DONE]``."""
-    return guard_pieces(chunks, lambda chunk: f"data: {chunk}\n\n".encode(), lambda error: event(error.body), end=DONE)

@@ -15,7 +15,7 @@ from llmc.errors import format_value, printable
 from llmc.runtime.sampling.neighbours import neighbour
 from llmc.runtime.sampling.params import PARAMETERS
 from llmc.runtime.server.http.arrival import PARSED, value_of
-from llmc.runtime.server.http.aside import aside, mark
+from llmc.runtime.server.http.call import Call, call_of
 from llmc.runtime.server.http.errors import ApiError
 
 M = TypeVar("M", bound=BaseModel)
@@ -187,11 +187,12 @@ async def read_request(kind: type[M], request: Request) -> M:
     content, parsed = await request.body(), request.scope.pop(PARSED, None)  # which nobody is to keep
     if content and not declares_json(request):
         raise ApiError(400, NO_OBJECT)
-    mark(len(content))
-    return await aside(partial(_read, kind, content, parsed))
+    call = call_of(request.scope)
+    call.size = len(content)
+    return await call.aside(partial(_read, kind, call, content, parsed))
 
 
-def _read(kind: type[M], content: bytes, parsed: Any = None) -> M:
+def _read(kind: type[M], call: Call, content: bytes, parsed: Any) -> M:
     if not content.strip():
         raise ApiError(400, "the body is empty, expected a JSON object")
     try:
@@ -204,7 +205,7 @@ def _read(kind: type[M], content: bytes, parsed: Any = None) -> M:
     if not isinstance(parsed, dict):
         raise ApiError(400, NO_OBJECT)
     try:
-        return kind.model_validate(parsed)
+        return kind.model_validate(parsed, context=call)
     except ValidationError as error:
         faults = error.errors(include_url=False)
         raise api_error([{**fault, "loc": ("body", *fault["loc"])} for fault in faults], parsed) from error

@@ -24,9 +24,7 @@ from llmc.errors import (
 )
 from llmc.runtime.model import MemoryNeed, Model, default_memory
 from llmc.runtime.observe.logs import event
-from llmc.runtime.server.http.accounts import allows_model
 from llmc.runtime.server.http.errors import hide_path
-from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.models.loading import Loader
 from llmc.runtime.text.chat_template import has_template
 
@@ -129,7 +127,7 @@ class _Place:
         return self.current is not None and self.current.users == 0 and self.wanted == 0
 
 
-class ModelPool:
+class Pool:
     """Models by name, in one plan of memory. Its methods belong to one event loop; loading happens in threads.
 
     A model is loaded when first asked for, by one thread, however many ask. Each is promised a share of the memory: at
@@ -227,7 +225,6 @@ class ModelPool:
     @asynccontextmanager
     async def lease(self, name: str) -> AsyncIterator[Model]:
         """The model of a name, or of an adapter's, loaded if it is not; it stays for as long as the block lasts."""
-        note(model=name)
         place = self._place(self.base(name))
         loaded = await self._take(place)
         try:
@@ -466,12 +463,8 @@ class ModelPool:
         async with place.swapping:
             found = self._list_adapters(place, place.folder)
             if adapter not in found:
-                known = ", ".join(filter(allows_model, found)) or "none"
-                raise UsageError(
-                    "adapter",
-                    f"is {format_value(adapter)}, and the bundle of {name} has {known}",
-                    "add it with llmc adapter add",
-                )
+                problem = f"is {format_value(adapter)}, which the bundle of {name} has not"
+                raise UsageError("adapter", problem, "add it with llmc adapter add")
             if place.current is None:
                 await self.warm(name)  # which loads all of them
                 return

@@ -14,7 +14,7 @@ from doubles.serving import retold, serving
 from llmc.runtime import Model
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.dialects import completions
-from llmc.runtime.server.dialects.logprobs import text_offsets
+from llmc.runtime.server.dialects.openai import text_offsets
 
 GREEDY: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0}
 
@@ -183,13 +183,13 @@ def test_log_probabilities_of_prompts_are_bounded(http: httpx.Client, monkeypatc
 def test_the_log_probabilities_of_an_echo_are_written_beside_the_event_loop(client, monkeypatch):
     """There may be millions of them, and everybody waits for the loop."""
     threads = []
-    original = completions.choices_of
+    original = completions.CompletionTurn.choices
 
-    def choices_of(*given: Any) -> Any:
+    def choices(*given: Any) -> Any:
         threads.append(threading.current_thread().name)
         return original(*given)
 
-    monkeypatch.setattr(completions, "choices_of", choices_of)
+    monkeypatch.setattr(completions.CompletionTurn, "choices", choices)
     list(client.completions.create(prompt="def add(a, b):", logprobs=2, echo=True, stream=True, **GREEDY))
     assert threads and all("AnyIO worker" in name for name in threads), threads
 

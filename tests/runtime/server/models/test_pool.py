@@ -20,7 +20,7 @@ from llmc.runtime.model import memory_need
 from llmc.runtime.server.http.errors import from_llmc
 from llmc.runtime.server.models import loading as module
 from llmc.runtime.server.models import pool as pool_module
-from llmc.runtime.server.models.pool import ModelPool
+from llmc.runtime.server.models.pool import Pool
 
 SIZE = 1000  # bytes that each model of these tests needs
 OPTIONS = {"prefix_cache_bytes": 0, "max_batch": 1}
@@ -106,20 +106,20 @@ def publish(folder: Path, manifest: Manifest) -> None:
     os.replace(shutil.copy(written, folder / "next"), written)
 
 
-Make = Callable[..., ModelPool]
+Make = Callable[..., Pool]
 
 
 @pytest.fixture
 def make(folders: dict[str, Path], loader: Loader) -> Make:
-    def made(names: str = "abc", memory: int | None = 2 * SIZE, **options: Any) -> ModelPool:
+    def made(names: str = "abc", memory: int | None = 2 * SIZE, **options: Any) -> Pool:
         patience_s = options.pop("patience_s", WAIT_S)
         bundles = {name: folders[name] for name in names}
-        return ModelPool(bundles, memory=memory, load_options=OPTIONS | options, patience_s=patience_s)
+        return Pool(bundles, memory=memory, load_options=OPTIONS | options, patience_s=patience_s)
 
     return made
 
 
-async def use(pool: ModelPool, *names: str) -> None:
+async def use(pool: Pool, *names: str) -> None:
     for name in names:
         async with pool.lease(name):
             pass
@@ -133,11 +133,11 @@ async def until(holds: Callable[[], bool]) -> None:
 class Held:
     """A request that holds a model until it is let go."""
 
-    def __init__(self, pool: ModelPool, name: str) -> None:
+    def __init__(self, pool: Pool, name: str) -> None:
         self._let_go, self.model = asyncio.Event(), asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._hold(pool, name))
 
-    async def _hold(self, pool: ModelPool, name: str) -> None:
+    async def _hold(self, pool: Pool, name: str) -> None:
         async with pool.lease(name) as model:
             self.model.set_result(model)
             await self._let_go.wait()
@@ -148,7 +148,7 @@ class Held:
 
 
 async def test_each_model_gets_its_own_format_of_calls(folders: dict[str, Path], loader: Loader):
-    pool = ModelPool(folders, memory=3 * SIZE, load_options=OPTIONS, tool_formats={"b": "hermes"})
+    pool = Pool(folders, memory=3 * SIZE, load_options=OPTIONS, tool_formats={"b": "hermes"})
     await use(pool, "a", "b")
     assert [model.options.get("tool_format") for model in loader.loaded] == [None, "hermes"]
 
@@ -401,11 +401,11 @@ class TestSwap:
         folder = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
         messages = [{"role": "user", "content": "def"}]
 
-        async def ask(pool: ModelPool) -> str:
+        async def ask(pool: Pool) -> str:
             async with pool.lease("m") as model:
                 return (await model.stream_chat(messages, max_tokens=12, temperature=0)).text
 
-        pool = ModelPool({"m": folder}, memory=None, load_options={"threads": 1})
+        pool = Pool({"m": folder}, memory=None, load_options={"threads": 1})
         expected = await ask(pool)
         shutil.copytree(tiny_bundle, tmp_path / "next")
         folder.rename(tmp_path / "former")
@@ -576,7 +576,7 @@ class TestEnd:
         (lambda pool: pool.swap("a", Path("/nowhere")), BundleError),
     ],
 )
-async def test_what_is_not_there_is_refused(call: Callable[[ModelPool], Any], error: type[LlmcError], make: Make):
+async def test_what_is_not_there_is_refused(call: Callable[[Pool], Any], error: type[LlmcError], make: Make):
     pool = make()
     with pytest.raises(error):
         await call(pool)
@@ -585,10 +585,10 @@ async def test_what_is_not_there_is_refused(call: Callable[[ModelPool], Any], er
 
 def test_no_bundle_at_all_is_refused():
     with pytest.raises(UsageError, check=about("models")):
-        ModelPool({}, memory=None, load_options={})
+        Pool({}, memory=None, load_options={})
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_context", 10**6), ("max_batch", 10**3)])
 def test_what_no_bundle_was_built_for_is_refused_before_anything_is_loaded(tiny_bundle: Path, name: str, value: int):
     with pytest.raises(UsageError, match=f"{name} is {value}, .* built for .* build with a larger --"):
-        ModelPool({"tiny": tiny_bundle}, memory=None, load_options={name: value})
+        Pool({"tiny": tiny_bundle}, memory=None, load_options={name: value})
