@@ -430,7 +430,7 @@ async def load_or_unload(body: OllamaChat | OllamaPrompt, call: Call, service: S
     if body.unloads:
         base = service.find(call.client, service.pool.base(name))
         call.client.check_admin()
-        await service.pool.unload(base)
+        await service.pool.place(base).unload()
     else:
         call.note(model=name)
         async with service.pool.lease(name):

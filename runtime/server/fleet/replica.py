@@ -65,7 +65,7 @@ class Replica:
             )
         for name, folder in bundles.items():
             if folder != self._bundles[name]:
-                await pool.swap(name, folder)
+                await pool.place(name).swap(folder)
         await self.refresh()
 
     async def refresh(self) -> None:

@@ -64,7 +64,7 @@ async def models(call: Called, service: Served) -> dict[str, Any]:
 async def load_adapter(name: str, adapter: str, call: Called, service: Served) -> dict[str, Any]:
     """Let requests name an adapter that is in a model's bundle; the model is loaded if it is not."""
     _note(call, service, name, adapter)
-    await service.pool.load_adapter(name, adapter)
+    await service.pool.place(name).load_adapter(adapter)
     return _state(call, service, name)
 
 
@@ -72,7 +72,7 @@ async def load_adapter(name: str, adapter: str, call: Called, service: Served) -
 async def unload_adapter(name: str, adapter: str, call: Called, service: Served) -> dict[str, Any]:
     """Take no more requests for an adapter; those that have it go on."""
     _note(call, service, name, adapter)
-    await service.pool.unload_adapter(name, adapter)
+    await service.pool.place(name).unload_adapter(adapter)
     return _state(call, service, name)
 
 
@@ -80,7 +80,7 @@ async def unload_adapter(name: str, adapter: str, call: Called, service: Served)
 async def reload(name: str, call: Called, service: Served) -> dict[str, Any]:
     """Load the bundle that is in a model's folder now: beside the one that serves, which goes on if it fails."""
     _note(call, service, name)
-    await service.pool.swap(name)
+    await service.pool.place(name).swap()
     return _state(call, service, name)
 
 
@@ -88,5 +88,5 @@ async def reload(name: str, call: Called, service: Served) -> dict[str, Any]:
 async def unload(name: str, call: Called, service: Served) -> dict[str, Any]:
     """Let a model go. Its requests finish, and the next one loads it again."""
     _note(call, service, name)
-    await service.pool.unload(name)
+    await service.pool.place(name).unload()
     return _state(call, service, name)

@@ -65,11 +65,16 @@ def _raise_cancelled(timeout: float) -> Any:
     raise CancelledError("it was cancelled")
 
 
+def ended(**more: Any) -> Any:
+    """A handle of a request that has ended."""
+    return SimpleNamespace(done=True, result=_raise_cancelled, prompt_tokens=0, generated=int, **more)
+
+
 def took(prompt: Any, **arguments: Any) -> bool:
     """True if such a request is submitted on the event loop's own thread."""
 
     def start() -> Any:
-        return SimpleNamespace(thread=threading.get_ident(), done=True)
+        return ended(thread=threading.get_ident())
 
     async def main() -> bool:
         handle: Any = await Service(ServerConfig(), POOL).submit(Client(), prompt, arguments, start)
@@ -116,7 +121,7 @@ class Held:
     def submit(self) -> Any:
         self.begun += 1
         assert self._go_on.wait(60)
-        return SimpleNamespace(done=True, result=_raise_cancelled, prompt_tokens=0, generated=int)
+        return ended()
 
     async def ask(self, service: Service, key: str | None, prompt: Any, **arguments: Any) -> asyncio.Task[Any]:
         """A request of a key that is submitted as far as it can be."""
@@ -136,7 +141,7 @@ async def test_more_than_may_wait_for_these_threads_are_refused():
     asked = [await held.ask(service, None, SEEN) for _ in range(3)]
     with pytest.raises(QueueFullError, match="2 requests with images wait already"):
         await (await held.ask(service, None, SEEN))
-    assert (await service.submit(Client(), HELLO, {}, took_at_once)).done  # others go on
+    assert (await service.submit(Client(), HELLO, {}, ended)).done  # others go on
     await held.let_go(*asked)
 
 
@@ -178,8 +183,11 @@ def test_a_priority_is_at_least_the_keys(key: Key | None, asked: int, granted: i
     assert bound(ServerConfig(), {"priority": asked}, key)["priority"] == granted
 
 
-def took_at_once() -> Any:
-    return SimpleNamespace(done=True)
+def test_the_log_names_the_adapter_that_was_asked_for():
+    manifest = SimpleNamespace(geometry=SimpleNamespace(encoder=None))
+    pool: Any = SimpleNamespace(names=("a",), adapters={"sql": "a"}, manifest=lambda name: manifest)
+    call = Call()
+    assert Service(ServerConfig(), pool).find_for(call, "sql", None) == "sql" == call.fields["model"]
 
 
 def test_values_take_room_by_their_characters_and_items():
