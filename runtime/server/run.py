@@ -24,7 +24,6 @@ from llmc.runtime.server.http.guarded import Guarded, uvicorn_options
 from llmc.runtime.server.http.logs import RequestLog, log_to_stderr
 from llmc.runtime.server.models.pool import Pool
 from llmc.runtime.server.supervisor import describe_reload, inherit_sockets, notify, watchdog_s
-from llmc.runtime.server.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +48,7 @@ def serve(config: ServerConfig) -> None:
     with log_to_stderr(config.log_format):
         options, formats = config.load_options, config.tool_formats
         pool = Pool(config.models, memory=config.memory, load_options=options, tool_formats=formats)
-        app = make_app(config, pool)
-        run(config, pool, Guarded(app, config), app.state.upstream)
+        run(config, pool, Guarded(make_app(config, pool), config))
 
 
 class Models(Protocol):
@@ -72,8 +70,8 @@ class Models(Protocol):
         """End all of it."""
 
 
-def run(config: ServerConfig, models: Models, app: Guarded, upstream: Upstream | None = None) -> None:
-    """Serve an application until a signal ends it; see :func:`serve`. The address of its ``upstream`` is checked.
+def run(config: ServerConfig, models: Models, app: Guarded) -> None:
+    """Serve an application until a signal ends it; see :func:`serve`.
 
     Raises:
         what :func:`serve` raises.
@@ -81,7 +79,7 @@ def run(config: ServerConfig, models: Models, app: Guarded, upstream: Upstream |
     logged = RequestLog(app, bodies=config.log_prompts)
     options = _uvicorn_config(config, Sockets(logged, config))
     with open_sockets(config) as sockets:
-        server = Server(options, models, config, app.reload, upstream)
+        server = Server(options, models, config, app.reload)
         for address in map(_url(config), sockets):
             event(log, "listening", address=address)
         server.run(sockets)
@@ -113,19 +111,13 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self,
-        options: uvicorn.Config,
-        pool: Models,
-        config: ServerConfig,
-        reload_keys: Callable[[], None],
-        upstream: Upstream | None = None,
+        self, options: uvicorn.Config, pool: Models, config: ServerConfig, reload_keys: Callable[[], None]
     ) -> None:
         super().__init__(options)
         self.failure: LlmcError | None = None
         self._pool = pool
         self._settings = config
         self._reload_keys = reload_keys
-        self._upstream = upstream
         self._tasks: set[asyncio.Task[None]] = set()
         self._reload_asked = asyncio.Event()
 
@@ -136,8 +128,6 @@ class Server(uvicorn.Server):
         self._start_task(self._warm())
         self._start_task(self._watch())
         self._start_task(self._reload_when_asked())
-        if self._upstream is not None:
-            self._start_task(self._upstream.check_base())
         try:
             await super().serve(sockets)
         finally:

@@ -88,21 +88,6 @@ class Upstream:
         self._refusals = count("llmc_upstream_refusals", "Requests that a rule keeps here.", ("reason", "rule"))
         self._failures = count("llmc_upstream_failures", "Requests that the upstream failed.", ("reason", "failure"))
 
-    async def check_base(self) -> None:
-        """Log it where the upstream's models are listed behind ``/v1`` of the address alone. One that cannot be asked
-        now may be there for requests, whose failures are told with them."""
-        if not (self._base.endswith("/v1") or await self._lists_models("")) and await self._lists_models("/v1"):
-            log.warning("upstream lists its models at /v1/models of the address alone; give it with /v1 at the end")
-
-    async def _lists_models(self, below: str) -> bool:
-        url, patience = f"{self._base}{below}/models", self._config.upstream_timeout_s
-        try:
-            request = {"headers": self._key_headers(""), "timeout": patience}
-            async with self._make_client() as client, client.stream("GET", url, **request) as answer:
-                return answer.status_code == 200 and _media(answer) == JSON  # whose list may have no end
-        except (httpx.HTTPError, httpx.InvalidURL, UsageError):
-            return False
-
     # ------------------------------------------------------------------------------------------ which requests go there
 
     async def claim(self, request: Request) -> None:

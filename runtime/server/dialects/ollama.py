@@ -98,13 +98,9 @@ class ToolCall(Lenient):
     function: CalledFunction
 
 
-class OllamaFunction(Function):
-    model_config = ConfigDict(extra="ignore")
-
-
 class OllamaTool(Lenient):
     type: Literal["function"] = "function"
-    function: OllamaFunction
+    function: Function
 
 
 Images = Annotated[
