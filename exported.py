@@ -16,9 +16,9 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from llmc.bundle import DECODER_FILE
+from llmc.bundle.model.linear import Codes
 from llmc.errors import BuildError, CheckpointError
 from llmc.ggml import LAYOUTS, Layout
-from llmc.inventory import Codes
 from llmc.origin import find_own_file, weight_files
 
 S = TypeVar("S")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.inventory import Codes
+from llmc.bundle.model.linear import Codes
 
 Bytes = NDArray[np.uint8]
 Array = NDArray[Any]

@@ -76,6 +76,7 @@ from llmc.bundle.manifest import Source as Source
 from llmc.bundle.manifest import Stage as Stage
 from llmc.bundle.manifest import Target as Target
 from llmc.bundle.manifest import write_manifest as write_manifest
+from llmc.bundle.model.geometry import Geometry as Geometry
 from llmc.bundle.reading import build_command as build_command
 from llmc.bundle.reading import explain_absent as explain_absent
 from llmc.bundle.reading import find_unbuilt_kind as find_unbuilt_kind
@@ -86,5 +87,4 @@ from llmc.bundle.reading import read_same as read_same
 from llmc.bundle.reading import read_undisturbed as read_undisturbed
 from llmc.bundle.reading import refuse_bundle as refuse_bundle
 from llmc.bundle.reading import refuse_other as refuse_other
-from llmc.inventory import Geometry as Geometry
 from llmc.strict import decode as decode

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from llmc.inventory import Positions
+from llmc.bundle.model.ranges import Positions
 
 MOST_ROWS = 1024  # no build writes more
 Bytes = Annotated[int, range(1 << 60)]

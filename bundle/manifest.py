@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 from llmc.bundle.engine import Bytes, DeviceMemory, EngineConfig, Rows
-from llmc.inventory import Cache, Geometry, Index, Positions
+from llmc.bundle.model.cache import Cache
+from llmc.bundle.model.geometry import Geometry
+from llmc.bundle.model.ranges import Index, Positions
 
 SCHEMA_VERSION = 19
 GRAPH_CONTRACT_VERSION = 6

@@ -14,8 +14,8 @@ from llmc.cli.options import debug_option, json_option, source_path
 
 if TYPE_CHECKING:
     from llmc.bundle import EngineConfig, Geometry, Manifest, Source, Target
+    from llmc.bundle.model.encoder import Encoder
     from llmc.cli.summary import Memory, StageSummary, Summary
-    from llmc.inventory import Encoder
 
 
 NO_VERSION = "none"  # of a library that did not build an engine yet

@@ -4,38 +4,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from llmc.bundle.model.attention import Attention
+from llmc.bundle.model.cache import Cache
+from llmc.bundle.model.diffusion import Diffusion
+from llmc.bundle.model.draft_head import CENTROIDS, HEAD_INPUT, HEAD_OUTPUT, DraftHead
+from llmc.bundle.model.encoder import DENSE, SCORE, Encoder, Pooling, Result
+from llmc.bundle.model.experts import LATENT_INPUT, LATENT_OUTPUT, ExpertActivation, Experts, Mlp
+from llmc.bundle.model.geometry import Geometry
+from llmc.bundle.model.linear import Linear
+from llmc.bundle.model.names import EMBEDDING, HEAD, PER_LAYER, PER_LAYER_PROJECTION, POSITIONS
+from llmc.bundle.model.norm import Norm, NormKind
+from llmc.bundle.model.recurrent import Recurrent, Rule
+from llmc.bundle.model.vision import Vision
 from llmc.export.vision import PatchTowerConfig, TowerConfig
-from llmc.inventory import (
-    CENTROIDS,
-    DENSE,
-    EMBEDDING,
-    HEAD,
-    HEAD_INPUT,
-    HEAD_OUTPUT,
-    LATENT_INPUT,
-    LATENT_OUTPUT,
-    PER_LAYER,
-    PER_LAYER_PROJECTION,
-    POSITIONS,
-    SCORE,
-    Attention,
-    Cache,
-    Diffusion,
-    DraftHead,
-    Encoder,
-    ExpertActivation,
-    Experts,
-    Geometry,
-    Linear,
-    Mlp,
-    Norm,
-    NormKind,
-    Pooling,
-    Recurrent,
-    Result,
-    Rule,
-    Vision,
-)
 
 RopeType = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
@@ -151,7 +132,7 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """A mixer with states; see :class:`llmc.inventory.Recurrent` for what is not listed here.
+    """A mixer with states; see :class:`llmc.bundle.model.recurrent.Recurrent` for what is not listed here.
 
     Attributes:
         bias: whether the convolution adds a bias, and of the rule ``conv`` the projections too.
@@ -210,7 +191,7 @@ class MlpConfig:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """A mixture of experts; see :class:`llmc.inventory.Experts` for what is not listed here.
+    """A mixture of experts; see :class:`llmc.bundle.model.experts.Experts` for what is not listed here.
 
     Attributes:
         score: what makes an expert's weight of the router's output: ``softmax`` over all experts, or ``sigmoid``.
@@ -225,7 +206,7 @@ class ExpertsConfig:
         best: experts of a group whose scores are added where groups are compared.
         squared: whether checkpoints have experts without a gate, of relu(x) ** 2: their ``up_proj``, times STEEP, is
             here the gate too, and ``scale`` has the factor.
-        activation: see :class:`llmc.inventory.Experts`.
+        activation: see :class:`llmc.bundle.model.experts.Experts`.
         latent: width of the vector that experts read and make, from and to the stream by a linear each; 0 without one.
         latent_bias: whether these linears add a bias.
         routed_apart: whether the router reads the residual stream through a norm of its own, and the weights of those
@@ -262,7 +243,7 @@ class NormConfig:
 
     Attributes:
         eps: added to the mean square or variance.
-        kind, bias: see :class:`llmc.inventory.Norm`.
+        kind, bias: see :class:`llmc.bundle.model.norm.Norm`.
         offset: whether checkpoints store weights minus one; export adds it back.
     """
 
@@ -328,7 +309,7 @@ class DenseConfig:
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """The part after an encoder's layers; see :class:`llmc.inventory.Encoder` for what is not listed here.
+    """The part after an encoder's layers; see :class:`llmc.bundle.model.encoder.Encoder` for what is not listed here.
 
     Attributes:
         dense: layers between pooling and the result, of embeddings.
@@ -349,7 +330,7 @@ class EncoderConfig:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """A draft head's start and end; see :class:`llmc.inventory.DraftHead` for what is not listed here.
+    """A draft head's start and end; see :class:`llmc.bundle.model.draft_head.DraftHead` for what is not listed here.
 
     Attributes:
         beside: whether attention reads the normed embedding beside the stream, as in EAGLE-3, whose stream begins with
@@ -407,10 +388,10 @@ class DecoderConfig:
         left_out: modules whose tensors belong to another part of the model; parts of names, whole words between dots.
         encoder: its end where it embeds or ranks, and has no head.
         head: its start where it is a draft head.
-        per_layer, layer_scalars, vision: see :class:`llmc.inventory.Geometry`.
+        per_layer, layer_scalars, vision: see :class:`llmc.bundle.model.geometry.Geometry`.
         tower: that makes its ``vision``, where the checkpoint has one that llmc reads.
         axes: of positions: the one by which each pair of a head turns; empty where a position is a number.
-        diffusion: see :class:`llmc.inventory.Diffusion`; no attention is causal, then.
+        diffusion: see :class:`llmc.bundle.model.diffusion.Diffusion`; no attention is causal, then.
     """
 
     model_type: str

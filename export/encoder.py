@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor, nn
 
+from llmc.bundle.model.encoder import DENSE, SCORE
 from llmc.export.blocks.linear import Linear
 from llmc.export.blocks.rope import RotaryEmbedding, inverse_frequencies
 from llmc.export.blocks.scale import Scale
 from llmc.export.config import DecoderConfig, linears
 from llmc.export.decoder import Stack, TakePositions
-from llmc.inventory import DENSE, SCORE
 
 # Least length that vectors are divided by, as in torch's normalize: zero vectors stay zero.
 SHORTEST = 1e-12

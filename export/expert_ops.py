@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llmc.bundle.model.experts import ExpertActivation
 from llmc.export.ops import emit_node
-from llmc.inventory import ExpertActivation
 
 EXPERTS = "Experts"
 

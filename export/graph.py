@@ -41,7 +41,8 @@ from onnxscript import opset18
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from llmc import __version__, bundle, inventory
+from llmc import __version__, bundle
+from llmc.bundle.model.geometry import Geometry
 from llmc.export import expert_ops, ggml_ops, ops, recurrent_ops
 from llmc.export.blocks.rope import inverse_frequencies
 from llmc.export.config import DecoderConfig
@@ -115,7 +116,7 @@ def finish_graph(model: ir.Model, tensors: Mapping[str, StoredTensor], base: Pat
     _sign(model, name)
 
 
-def check_graph(model: ir.Model, geometry: inventory.Geometry) -> None:
+def check_graph(model: ir.Model, geometry: Geometry) -> None:
     """Check the graph as ONNX, and that the inventory lists its nodes."""
     listed = {
         ("MatMul",): [linear.name for linear in geometry.linears],
@@ -207,7 +208,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _samples(geometry: inventory.Geometry) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _samples(geometry: Geometry) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     batch, sequence, outputs, capacity = map(torch.export.Dim, ("batch", "sequence", "outputs", "capacity"))
     ids, lengths = torch.zeros(_BATCH, _SEQUENCE, dtype=torch.int64), torch.zeros(_BATCH, dtype=torch.int64)
     if geometry.encoder:
@@ -238,7 +239,7 @@ def _samples(geometry: inventory.Geometry) -> tuple[tuple[Any, ...], tuple[Any, 
     return (*arguments, *more), (*dims, *more_dims)
 
 
-def _name_contract(graph: ir.Graph, geometry: inventory.Geometry) -> None:
+def _name_contract(graph: ir.Graph, geometry: Geometry) -> None:
     """Give inputs, outputs and symbolic dimensions the names of contract 1, or of an encoder's."""
     shapes = [[str(dim) for dim in value.shape or ()] for value in graph.inputs]
     dims = {shapes[0][0]: "batch", shapes[0][1]: "sequence"}

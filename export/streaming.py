@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from llmc import bundle
+from llmc.bundle.model.names import PER_LAYER, PER_LAYER_PROJECTION, POSITIONS
 from llmc.export import ops
 from llmc.export.blocks.norm import Norm
 from llmc.export.blocks.rope import inverse_frequencies
@@ -17,7 +18,6 @@ from llmc.export.families import drop_vision, read_config
 from llmc.export.keys import Keys
 from llmc.export.sources.checkpoint import EMBEDDING, HEAD, read_json
 from llmc.exported import read_weights, rows_of
-from llmc.inventory import PER_LAYER, PER_LAYER_PROJECTION, POSITIONS
 
 
 class StreamedDecoder:

@@ -8,6 +8,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
+from llmc.bundle.model.vision import TOWER
 from llmc.export.blocks.linear import Linear
 from llmc.export.blocks.mlp import ACTIVATIONS
 from llmc.export.blocks.norm import Norm
@@ -26,7 +27,6 @@ from llmc.export.config import NormConfig, Rope
 from llmc.export.graph import check_nodes, check_onnx, finish_graph, name_dimensions, trace
 from llmc.export.sources.safetensors import StoredTensor
 from llmc.export.vision import PatchTowerConfig, TowerConfig
-from llmc.inventory import TOWER
 
 # Of all norms and of the rotary embedding of towers over whole images. Source: transformers, qwen2_5_vl and qwen3_vl.
 EPS, THETA = 1e-6, 10_000.0

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from llmc.inventory import TOWER, Linear, NormKind
+from llmc.bundle.model.linear import Linear
+from llmc.bundle.model.norm import NormKind
+from llmc.bundle.model.vision import TOWER
 
 # How rows are made of a square of patches: of their values side by side; of their mean (and a norm by the root mean
 # square, whose weight is stored less one); or of their values side by side by two linears, of patches that lie square

@@ -6,6 +6,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from llmc import __version__, bundle
+from llmc.bundle.model.vision import TOWER
 from llmc.export.graph import build_graph, check_graph
 from llmc.export.report import ExportReport
 from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
@@ -15,7 +16,6 @@ from llmc.export.sources.made import write_made
 from llmc.export.sources.safetensors import INDEX_FILE, SINGLE_FILE
 from llmc.export.sources.templates import place_templates
 from llmc.export.tower import build_tower
-from llmc.inventory import TOWER
 from llmc.origin import copy_own
 from llmc.publish import link, stage_folder
 

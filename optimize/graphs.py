@@ -8,8 +8,8 @@ import onnx_ir as ir
 
 from llmc.bundle import ADAPTERS_FOLDER as ADAPTERS
 from llmc.bundle import LM_HEAD, LOGIT_ROWS, REPLAY, VISION_FILE, EngineConfig, Graph
+from llmc.bundle.model.names import HEAD
 from llmc.errors import BuildError
-from llmc.inventory import HEAD
 from llmc.optimize.lower.context import (
     Float32,
     LoweringContext,

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 import llmc
 from llmc.bundle import GoldenPrompt, GoldenVector, Manifest
+from llmc.bundle.model.vision import Vision
 from llmc.errors import BundleError
-from llmc.inventory import Vision
 from llmc.runtime.api.request import Request
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.machine import cpu_flags
@@ -227,14 +227,14 @@ def _replay_vectors(model: Any, progress: Callable[[str], None], prompts: int | 
         progress(f"golden text {number} of {len(cases)}")
         values = np.array(case.values, np.float32)
         sound = (
-            0 < len(case.prompt) <= model.encoder.max_context
-            and 0 < len(values) == min(KEPT_VALUES, model.encoder.width)
+            0 < len(case.prompt) <= model.max_context
+            and 0 < len(values) == min(KEPT_VALUES, model.width)
             and all(0 <= token < vocab for token in case.prompt)
             and np.isfinite(values).all()
         )
         if not sound:
             raise _corrupt(model.folder, f"text {number}")
-        apart = difference(model.encoder.encode([case.prompt])[0, : len(values)], values)
+        apart = difference(model.encode([case.prompt])[0, : len(values)], values)
         if not apart <= tolerance:
             raise _differs(model, f"a vector differs by {apart:.3g} from that")
         largest = max(largest, apart)

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from llmc.bundle.model.diffusion import Diffusion
 from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
 from llmc.export.reading import read_decoder, token_ids
-from llmc.inventory import Diffusion
 
 KEYS = {
     "d_model": "hidden_size",

@@ -4,11 +4,11 @@ from dataclasses import replace
 from math import isqrt
 from typing import Any
 
+from llmc.bundle.model.norm import NormKind
 from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
 from llmc.export.rope_keys import TYPES
 from llmc.export.vision import PatchTowerConfig, TowerConfig
-from llmc.inventory import NormKind
 
 # What transformers calls the parts of a SigLIP.
 SIGLIP = (

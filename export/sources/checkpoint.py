@@ -7,7 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llmc import bundle, inventory, strict
+from llmc import bundle, strict
+from llmc.bundle.model import names as modules
+from llmc.bundle.model.experts import Experts
+from llmc.bundle.model.linear import Codes
+from llmc.bundle.model.names import PER_LAYER
+from llmc.bundle.model.vision import Vision
 from llmc.errors import CheckpointError, printable
 from llmc.export.config import DecoderConfig, attentions, parameter_shapes
 from llmc.export.families import drop_vision, read_config
@@ -72,17 +77,17 @@ class Checkpoint:
 def with_codes(geometry: bundle.Geometry, tensors: Mapping[str, Weight]) -> bundle.Geometry:
     """The inventory with the codes of those linears and tables whose weights are quantized."""
     names = {linear.name: f"{linear.name}.weight" for linear in geometry.linears}
-    names |= {inventory.HEAD: EMBEDDING} if geometry.tied_head else {}
+    names |= {modules.HEAD: EMBEDDING} if geometry.tied_head else {}
     found = {name: tensors.get(weight) for name, weight in names.items()}
     kinds = {name: tensor.kind for name, tensor in found.items() if isinstance(tensor, QuantizedTensor | GgmlTensor)}
     linears = tuple(replace(linear, codes=kinds.get(linear.name)) for linear in geometry.linears)
     mixtures = tuple(_with_codes(it, tensors) for it in geometry.mixtures)
-    tables = (tensors.get(f"{name}.weight") for name in (inventory.EMBEDDING, inventory.PER_LAYER))
+    tables = (tensors.get(f"{name}.weight") for name in (modules.EMBEDDING, PER_LAYER))
     table, per_layer = (LAYOUTS[it.dtype].table_kind if isinstance(it, GgmlTensor) else None for it in tables)
     return replace(geometry, linears=linears, mixtures=mixtures, table_codes=table, per_layer_codes=per_layer)
 
 
-def _with_codes(item: inventory.Experts, tensors: Mapping[str, Weight]) -> inventory.Experts:
+def _with_codes(item: Experts, tensors: Mapping[str, Weight]) -> Experts:
     """Of two kinds of integers the more bits and the smaller block, for one grid serves both products."""
     stacks = [tensors.get(f"{part.name}.weight") for part in item.parts]
     kinds = [stack.kind for stack in stacks if isinstance(stack, QuantizedTensor | GgmlTensor | Mxfp4Tensor)]
@@ -92,7 +97,7 @@ def _with_codes(item: inventory.Experts, tensors: Mapping[str, Weight]) -> inven
         return item
     bits, block = max(kind.bits for kind in kinds), min(kind.block for kind in kinds)
     terms = [any(getattr(kind, term) for kind in kinds) for term in ("zero_points", "offsets")]
-    return replace(item, codes=inventory.Codes(bits, block, terms[0], terms[1], kinds[0].kind))
+    return replace(item, codes=Codes(bits, block, terms[0], terms[1], kinds[0].kind))
 
 
 def weight_bytes(tensors: Iterable[StoredTensor | MadeTensor]) -> dict[str, int]:
@@ -168,7 +173,7 @@ def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: b
     return Checkpoint(folder, config, generation, tensors, files, source, notes, texts)
 
 
-def _read_vision(folder: Path, config: DecoderConfig) -> inventory.Vision | None:
+def _read_vision(folder: Path, config: DecoderConfig) -> Vision | None:
     if config.tower is None:
         return None
     files = [read_json(folder / name) if find_own_file(folder, name) else {} for name in (PROCESSOR_FILE, IMAGES_FILE)]

@@ -17,10 +17,10 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from llmc.bundle.model.linear import Codes
 from llmc.export.sources.made import MadeTensor
 from llmc.export.sources.safetensors import StoredTensor
 from llmc.ggml import LAYOUTS
-from llmc.inventory import Codes
 
 CODE_TYPES = {"I4": 4, "I8": 8}
 # Values that share a scale in MXFP4.

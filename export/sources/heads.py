@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from llmc import bundle
+from llmc.bundle.model.cache import Cache
+from llmc.bundle.model.draft_head import CENTROIDS, HEAD_INPUT, HEAD_OUTPUT
 from llmc.errors import CheckpointError
 from llmc.export.config import BESIDE, AttentionConfig, DecoderConfig, HeadConfig
 from llmc.export.families import read_config
@@ -32,7 +34,6 @@ from llmc.export.sources.checkpoint import (
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.parameters import Tensors, decoder_tensors, read_pieces, rename_tensors
 from llmc.export.sources.safetensors import StoredTensor, read_shards
-from llmc.inventory import CENTROIDS, HEAD_INPUT, HEAD_OUTPUT, Cache
 from llmc.origin import find_own_file
 
 EAGLE, ASSISTANTS = "LlamaForCausalLMEagle3", ("gemma4_assistant", "gemma4_unified_assistant")

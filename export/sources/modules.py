@@ -14,13 +14,13 @@ import numpy as np
 
 from llmc import strict
 from llmc.bundle import CONFIG_FILE
+from llmc.bundle.model.encoder import DENSE, SCORE, Pooling
 from llmc.errors import CheckpointError
 from llmc.export.config import DecoderConfig, DenseConfig, EncoderConfig, Rope
 from llmc.export.keys import Keys
 from llmc.export.sources.codes import Weight
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.safetensors import FLOATS, SINGLE_FILE, StoredTensor, read_shard
-from llmc.inventory import DENSE, SCORE, Pooling
 from llmc.origin import find_own_file
 
 MODULES_FILE = "modules.json"

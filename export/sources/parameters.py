@@ -15,6 +15,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from llmc.bundle.model.attention import Attention
+from llmc.bundle.model.recurrent import Recurrent
+from llmc.bundle.model.vision import TOWER
 from llmc.errors import CheckpointError
 from llmc.export.config import (
     STEEP,
@@ -32,7 +35,6 @@ from llmc.export.sources.codes import GgmlTensor, Mxfp4Tensor, QuantizedTensor, 
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.safetensors import FLOATS, StoredTensor
 from llmc.export.vision import TowerConfig
-from llmc.inventory import TOWER, Attention, Recurrent
 
 Tensors = dict[str, Weight]
 Array = NDArray[Any]

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from llmc.bundle.model.vision import MOST_TILES, Channels, Filter, Markers, Patching, Tiling, Vision
 from llmc.errors import CheckpointError
 from llmc.export.keys import Keys
 from llmc.export.vision import PatchTowerConfig, TowerConfig
-from llmc.inventory import MOST_TILES, Channels, Filter, Markers, Patching, Tiling, Vision
 
 PROCESSOR_FILE, IMAGES_FILE = "processor_config.json", "preprocessor_config.json"
 FORMS = ("", "Fast", "Pil")

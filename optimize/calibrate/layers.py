@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llmc.bundle import Geometry, Recipe
-from llmc.inventory import HEAD, Experts
+from llmc.bundle.model.experts import Experts
+from llmc.bundle.model.names import HEAD
 from llmc.optimize.calibrate.statistics import Accumulator, InputStatistics
 from llmc.optimize.lower.context import PerToken, QuantConfig, QuantConfigs, WeightOnly
 from llmc.optimize.lower.onnxruntime.experts import fit_block

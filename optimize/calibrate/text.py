@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmc.bundle.model.diffusion import Diffusion
 from llmc.errors import RequestError, UsageError, printable
-from llmc.inventory import Diffusion
 from llmc.runtime.text.chat_template import ChatTemplate
 from llmc.runtime.text.tokenizer import Tokenizer
 

@@ -15,8 +15,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmc.bundle import LM_HEAD, LOGIT_ROWS, Manifest
+from llmc.bundle.model.names import EMBEDDING, HEAD
 from llmc.errors import BundleError
-from llmc.inventory import EMBEDDING, HEAD
 from llmc.optimize.judge.reference import Float, Ids, LayerCalls, Reference, empty_caches, open_part
 from llmc.optimize.lower.onnxruntime.norms import KERNELS
 from llmc.optimize.progress import Progress, make_counter, silent

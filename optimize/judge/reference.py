@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from llmc import __version__
 from llmc.bundle import ExportManifest, read_export
+from llmc.bundle.model.cache import Cache
+from llmc.bundle.model.names import EMBEDDING, HEAD, PER_LAYER, POSITIONS
 from llmc.exported import Weight, in_parallel, pieces, rows_of, sizes
 from llmc.ggml import LAYOUTS
-from llmc.inventory import EMBEDDING, HEAD, PER_LAYER, POSITIONS, Cache
 from llmc.optimize.lower.raising import find_weight
 from llmc.optimize.lower.rewrite import read_graph, sole_consumer
 from llmc.optimize.progress import Progress, make_counter, silent

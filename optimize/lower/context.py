@@ -9,9 +9,13 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.bundle import Geometry, Limits, Recipe
+from llmc.bundle.model.attention import Attention
+from llmc.bundle.model.encoder import SCORE
+from llmc.bundle.model.experts import Experts
+from llmc.bundle.model.linear import Codes, Linear
+from llmc.bundle.model.names import EMBEDDING, HEAD, SENSITIVE
 from llmc.errors import BuildError, UsageError
 from llmc.exported import CodedTensor
-from llmc.inventory import EMBEDDING, HEAD, SCORE, SENSITIVE, Attention, Codes, Experts, Linear
 from llmc.optimize.quantize.grid import Float, Grid
 from llmc.optimize.weights.file import WeightFile
 from llmc.optimize.weights.store import Calibrated

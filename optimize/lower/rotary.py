@@ -6,8 +6,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from llmc.bundle.model.attention import Attention
 from llmc.errors import BuildError
-from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.rewrite import LLMC, constant, graph_input, initializer, nodes_of, remove_dead
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmc.bundle import CACHE_BYTES, MOST_CANDIDATES, DeviceMemory, EngineConfig, Geometry, Limits, MemoryPlan, Recipe
-from llmc.inventory import HEAD
+from llmc.bundle.model.names import HEAD
 from llmc.optimize.lower.context import Computed, Float16, Float32, choose_table_config, quant_configs
 from llmc.optimize.plan.memory import HOST, INTERPRETER, LOGITS_COPIES, MB, activation_bytes, linear_bytes, table_bytes
 from llmc.runtime.bench.stages import TOKENIZER_FACTOR

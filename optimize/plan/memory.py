@@ -8,7 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from llmc.bundle import CACHE_BYTES, DeviceMemory, Geometry, Limits, Manifest, MemoryPlan, Recipe
-from llmc.inventory import EMBEDDING, HEAD, MOST_MASKS, PER_LAYER, Experts, Linear
+from llmc.bundle.model.diffusion import MOST_MASKS
+from llmc.bundle.model.experts import Experts
+from llmc.bundle.model.linear import Linear
+from llmc.bundle.model.names import EMBEDDING, HEAD, PER_LAYER
 from llmc.optimize.judge.evaluate import WINDOW
 from llmc.optimize.lower.context import (
     Computed,

@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.inventory import Codes
+from llmc.bundle.model.linear import Codes
 
 Float = NDArray[np.float32]
 T = TypeVar("T", bound=np.generic)

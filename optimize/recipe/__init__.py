@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import llmc
 from llmc.bundle import MOST_ADAPTERS, MOST_RANK, TWO_OF_FOUR, Budget, Geometry, Limits, Recipe, version
+from llmc.bundle.model.names import SENSITIVE
 from llmc.errors import UsageError, format_name, format_value
-from llmc.inventory import SENSITIVE
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import Capabilities
 from llmc.runtime.bench.stages import LARGEST_BATCH

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from llmc.bundle.model.geometry import Geometry
 from llmc.errors import BuildError
-from llmc.inventory import Geometry
 
 # TensorRT-RTX 1.7.1 compiles its attention for heads whose width is a multiple of this, and fails inside for others
 # (tried with 10, 12, 14, 18, 20 and 100).

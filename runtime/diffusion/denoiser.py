@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.inventory import Diffusion
+from llmc.bundle.model.diffusion import Diffusion
 from llmc.runtime.kv.rows import Window
 from llmc.runtime.sampling.draws import pick, uniform
 from llmc.runtime.sampling.logits import Logits, check_peak, weigh

@@ -1,9 +1,9 @@
-"""A diffusion model's answer as one sequence of a request: a call a step, and tokens when a block is whole."""
+"""A diffusion model's answer as one branch of a request: a call a step, and tokens when a block is whole."""
 
 from llmc.runtime.diffusion.denoiser import Denoiser
+from llmc.runtime.engine.branch import SamplerOutput
 from llmc.runtime.engine.sample_group import Sample, SampleGroup
 from llmc.runtime.engine.scheduler import Scheduler
-from llmc.runtime.engine.sequence import SamplerOutput
 from llmc.runtime.sampling.logits import Logits
 from llmc.runtime.sampling.samplers import Choice
 
@@ -36,6 +36,6 @@ class Diffused(Sample):
 class DiffusedGroup(SampleGroup):
     """The one answer of a request."""
 
-    def begin(self, scheduler: Scheduler, sequence: Sample, logits: Logits | None) -> bool:
+    def begin(self, scheduler: Scheduler, branch: Sample, logits: Logits | None) -> bool:
         """Nothing is fed before the first step."""
         return False

@@ -14,10 +14,10 @@ from llmc.runtime.api.handle import OutputCollector
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import Output
 from llmc.runtime.diffusion.denoiser import Denoiser
+from llmc.runtime.engine.branch import SINK_TOKENS, RequestState
 from llmc.runtime.engine.diffusion_group import Diffused, DiffusedGroup
 from llmc.runtime.engine.sample_group import Sample, SampleGroup
 from llmc.runtime.engine.search_group import SearchGroup
-from llmc.runtime.engine.sequence import SINK_TOKENS, RequestState
 from llmc.runtime.guided.guide import CompiledGrammar, GrammarGuide
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.sampling.dry import Breakers

@@ -8,9 +8,8 @@ from typing import Any
 
 from llmc.runtime.api.handle import mark_serving
 from llmc.runtime.api.results import GenerationResult
+from llmc.runtime.engine.branch import Branch, RequestState, SamplerOutput, name_error
 from llmc.runtime.engine.scheduler import Scheduler
-from llmc.runtime.engine.sequence import RequestState, SamplerOutput, name_error
-from llmc.runtime.engine.sequence import Sequence as Tokens
 from llmc.runtime.host import threads
 from llmc.runtime.observe.logs import event
 from llmc.runtime.runner.prefill import Floats
@@ -36,28 +35,31 @@ class OutputProcessor:
         self._guarded = guarded
         self._ended = ended
 
-    def keep_prompt_logprobs(self, sequence: Tokens, start: int, logits: Floats) -> None:
+    def keep_prompt_logprobs(self, branch: Branch, start: int, logits: Floats) -> None:
         """Keep the log-probabilities that a request wants of the prompt chunk that begins at ``start``."""
-        request = sequence.request
-        following = sequence.context[start + 1 : sequence.cached + 1]
+        request = branch.request
+        following = branch.context[start + 1 : branch.cached + 1]
         top = request.params.prompt_logprobs
         if top is not None and len(request.prompt_logprobs) < len(request.prompt) - 1:
             request.prompt_logprobs += prompt_logprobs(logits[: len(following)], following, top)
 
-    def begin(self, sequence: Tokens, logits: Floats | None = None) -> None:
-        """Go on with a sequence whose whole context is in its row, from the logits [V] after it."""
-        with self._guarded(sequence.request):
-            if sequence.group.begin(self._scheduler, sequence, logits):
-                self._end(sequence.request)
+    def begin(self, branch: Branch, logits: Floats | None = None) -> None:
+        """Go on with a branch whose whole context is in its row, from the logits [V] after it; unless its request
+        failed with another of its branches."""
+        if branch not in branch.group.branches:
+            return
+        with self._guarded(branch.request):
+            if branch.group.begin(self._scheduler, branch, logits):
+                self._end(branch.request)
 
-    def sample(self, call: Sequence[Tokens], logits: Floats) -> list[SamplerOutput[Any]]:
-        """Draw the tokens of a call's sequences, from logits [B, 1 + drafts, V]; a dummy row may come after them."""
-        return [sequence.sample(row) for sequence, row in zip(call, logits, strict=False)]
+    def sample(self, call: Sequence[Branch], logits: Floats) -> list[SamplerOutput[Any]]:
+        """Draw the tokens of a call's branches, from logits [B, 1 + drafts, V]; a dummy row may come after them."""
+        return [branch.sample(row) for branch, row in zip(call, logits, strict=False)]
 
     def commit(self, outputs: Sequence[SamplerOutput[Any]]) -> None:
         by_request: dict[RequestState, list[SamplerOutput[Any]]] = {}
         for output in outputs:
-            by_request.setdefault(output.sequence.request, []).append(output)
+            by_request.setdefault(output.branch.request, []).append(output)
         for request, own in by_request.items():
             with self._guarded(request):
                 if request.group.step(self._scheduler, own):

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import stat
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,15 @@ DIGEST_BYTES = 16
 HEAD_BYTES = 256  # what a file takes beside its values, at most
 STAGING = ".staging-"
 
+NO_NAMES = ("",)  # of chains of a model without adapter or scope
+
 # Shape and type of a block.
 Form = tuple[tuple[int, ...], np.dtype[Any]]
 
 
-def root_hash(key: str, scope: str | None = None, adapter: str = "") -> bytes:
-    """The beginning of one model's chains, of those that share a scope and an adapter, named by its hash; the key names
-    everything else that cached values depend on."""
-    named = [key, adapter] if scope is None else [key, adapter, scope]
-    return _digest(json.dumps(named).encode())
+def root_hash(key: str, names: Sequence[str] = NO_NAMES) -> bytes:
+    """The beginning of a model's chains: ``key`` and ``names`` tell all that cached values depend on, beside tokens."""
+    return _digest(json.dumps([key, *names]).encode())
 
 
 def chain_hashes(parent: bytes, tokens: NDArray[np.int64], block: int) -> list[bytes]:

@@ -72,7 +72,7 @@ class DeviceCache(KVCache):
 
     def _grow(self, rows: int, capacity: int) -> None:
         """All of the new memory is there, zeroed, before any of the old goes: both count for a moment."""
-        self._forget()
+        self._announce_move()
         *starts, size = self._places(rows, capacity)
         fresh = self._allocate(size)
         for tensor, start in enumerate(starts):

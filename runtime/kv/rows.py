@@ -15,38 +15,26 @@ class TornError(Exception):
 
 @dataclass(frozen=True)
 class Window:
-    """A call of a diffusion model: ``tokens`` from the position ``start`` of a row on, which see the ``seen`` first
-    positions of it; logits are wanted of those numbered ``outputs``."""
+    """A call of a diffusion model for one row."""
 
-    start: int
+    start: int  # position of the first token
     tokens: list[int]
-    seen: int
-    outputs: list[int]
+    seen: int  # positions from the row's first on that all tokens see
+    outputs: list[int]  # indices of the tokens whose logits are wanted
 
 
 @dataclass(eq=False)
 class Slot:
-    """A sequence of tokens of which a prefix lies in a row of the cache.
+    """A sequence of tokens whose beginning lies in a row of the cache."""
 
-    Attributes:
-        context: the tokens that the row holds or will hold, in order.
-        cached: how many of them are in the row. A sequence that decodes has all but the last.
-        row: its row, -1 without one.
-        drafts: guesses at its next tokens, to be verified in this step.
-        stop: a position at which a call that feeds the context ends, 0 for none.
-        images: what some of the tokens stand for.
-        window: of a diffusion model, the call of this step.
-        together: whether it goes on in the same step as the others of its request.
-    """
-
-    context: Sequence[int]
-    cached: int = 0
-    row: int = -1
-    drafts: list[int] = field(default_factory=list)
-    stop: int = 0
-    images: ImageRows | None = None
-    window: Window | None = None
-    together: ClassVar[bool] = False
+    context: Sequence[int]  # the tokens that the row holds or will hold
+    cached: int = 0  # number of them in the row: all but the last of a sequence that decodes
+    row: int = -1  # its row, -1 without one
+    drafts: list[int] = field(default_factory=list)  # guesses at its next tokens, to be verified in this step
+    stop: int = 0  # position at which a call that feeds the context ends, 0: none
+    images: ImageRows | None = None  # the images that some tokens stand for
+    window: Window | None = None  # this step's call of a diffusion model
+    together: ClassVar[bool] = False  # whether it steps with the others of its request
 
     @property
     def ranks(self) -> bool:
@@ -57,6 +45,11 @@ class Slot:
     def adapter(self) -> Any:
         """The adapter that its tokens are computed with, None for none."""
         return None
+
+    @property
+    def is_fed_alone(self) -> bool:
+        """True if its prompt shares no call: it has images, or an adapter, which take graphs of their own."""
+        return self.images is not None or self.adapter is not None
 
     @property
     def text_length(self) -> int:
@@ -117,9 +110,9 @@ class Rows(Generic[_S]):
         child.cached = 0
         self.admit(child)
         self.promote(child)
-        self.share(parent, child, 0, cached)
+        self.copy(parent, child, 0, cached)
 
-    def share(self, source: _S, target: _S, start: int, cached: int) -> None:
+    def copy(self, source: _S, target: _S, start: int, cached: int) -> None:
         """Make ``target`` equal to ``source`` up to ``cached`` positions; they are known to agree before ``start``."""
         if start < cached or not self._cache.can_rewind:
             with moving():

@@ -10,13 +10,14 @@ unpacked in pairs of rows, the odd last row differs from the paired ones.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, takewhile
+from functools import partial
+from itertools import groupby
 from typing import Any, TypeVar
 
 import numpy as np
 
 from llmc.bundle import Manifest
-from llmc.inventory import MOST_MASKS
+from llmc.bundle.model.diffusion import MOST_MASKS
 from llmc.runtime.api.options import Determinism, in_pairs
 from llmc.runtime.kv.rows import Rows, Slot, Window
 from llmc.runtime.observe.metrics import EngineMetrics
@@ -36,31 +37,23 @@ CHUNK_WITH_ALL_LOGITS = 32
 
 
 _S = TypeVar("_S", bound=Slot)
+Watch = Callable[[Slot, int, Floats], None]
+"""Called for each row of a call with its slot, the first position and hidden states [n, W] of its tokens, if the
+session gives them; only of tokens with logits if layers share caches."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The shapes of calls that keep the promise of a level of determinism, on the kernels of a bundle.
+    """The shapes of calls that keep the promise of a level of determinism, on the kernels of a bundle."""
 
-    Attributes:
-        prefill_graph_from: tokens from which a step of decoding runs on the graph of prefill.
-        in_pairs: batches have an even number of rows; an odd one runs with the row after it.
-        row_by_row: every row has a call of its own.
-        even: which has an even number of tokens: the last may be a dummy, whose position is written again.
-        shares_prefill: prompts that wait together may be fed in one call.
-        shares_windows: windows of as many tokens may.
-        adapters_apart: rows with adapters, whose graph is another one, share no call with rows without.
-        turns: into so many groups rows are divided that take turns in a model's stages; 1 of any other model.
-    """
-
-    prefill_graph_from: int = NEVER
-    in_pairs: bool = False
-    row_by_row: bool = False
-    even: bool = False
-    shares_prefill: bool = False
-    shares_windows: bool = False
-    adapters_apart: bool = False
-    turns: int = 1
+    prefill_graph_from: int = NEVER  # tokens from which a decode step runs on the graph of prefill
+    in_pairs: bool = False  # batches have an even number of rows; an odd one runs with the row after it
+    row_by_row: bool = False  # every row has a call of its own
+    even: bool = False  # calls of one row have an even number of tokens; the last may be a dummy, written again later
+    shares_prefill: bool = False  # prompts that wait together may be fed in one call
+    shares_windows: bool = False  # windows of equal length may share a call
+    adapters_apart: bool = False  # rows with adapters, which take another graph, share no call with rows without
+    turns: int = 1  # groups of rows that take turns in a model's stages
 
     @classmethod
     def of(cls, level: Determinism, session: Session, manifest: Manifest, max_rows: int) -> "Policy":
@@ -116,46 +109,39 @@ class ModelRunner:
         self._last = _zeros(0, Phase.DECODE, 0)  # step without drafts
         turns = self._policy.turns
         self._ahead: StepsAhead[Any] | None = StepsAhead(self._begin, turns) if turns > 1 else None
-        self._begun: Batch | None = None  # the call of the group that :meth:`divide` named
-        self.watch: Callable[[Slot, int, Floats], None] | None = None
-        """Gets the hidden states [n, W] of the tokens of each row of a call, if the session gives them; where layers
-        read caches of others, of those with logits, which follow one another."""
+        self.watch: Watch | None = None
 
     def reserve(self, rows: int, positions: int) -> None:
         """Make room for so many rows and positions, and for the dummies that the policy adds."""
         rows += rows % 2 if self._policy.in_pairs else 0
         self.session.cache.grow(rows, max(1, positions + self._strict), self.max_context)
 
-    def prefill(self, sequence: Slot, every: bool = False) -> Floats:
-        """Feed the next chunk of a sequence; logits [O, V] of ``every`` new position, or of the context's last one, of
-        which the session may give candidates [O]."""
-        size = min(self._chunk, CHUNK_WITH_ALL_LOGITS) if every else self._chunk
-        slots = [] if every else [sequence]
-        return next(prefill(lambda call: self._run(call, slots), sequence, size, every=every))
+    def prefill(self, sequences: Sequence[Slot], every: bool = False) -> list[Floats]:
+        """Feed the next chunk of one sequence, or the whole contexts of several that share a call.
 
-    def share(self, waiting: Sequence[_S]) -> list[_S]:
-        """The first of those who wait for their first chunk, in rows side by side, and those who share its call."""
-        if not self._policy.shares_prefill or (waiting and waiting[0].adapter is not None):
-            return list(waiting[:1])
-        plain = list(takewhile(lambda sequence: sequence.adapter is None, waiting))
-        return list_sharing(plain, self._chunk, self.session.cache.capacity)
-
-    def prefill_together(self, sequences: Sequence[Slot]) -> Floats:
-        """Feed the whole contexts of those who share a call; logits [B, V] after each, which the next call may
-        overwrite."""
-        logits = self._run(make_shared_batch(sequences))[:, 0]
-        for sequence in sequences:
-            sequence.cached = len(sequence.context)
-        return logits
-
-    def divide(self, sequences: Sequence[_S]) -> Iterator[list[_S]]:
-        """Sequences that can share a call: in rows side by side, with one token each, or with windows of one length.
-
-        Where groups of rows take turns, only those whose turn it is; :meth:`execute` is to be called before the next.
+        Returns for each of them logits [O, V] of ``every`` new position, or of the context's last one, of which the
+        session may give candidates [O]; the next call may overwrite them.
         """
+        if len(sequences) > 1:
+            logits = [*self._run(make_shared_batch(sequences))]
+            for sequence in sequences:
+                sequence.cached = len(sequence.context)
+            return logits
+        size = min(self._chunk, CHUNK_WITH_ALL_LOGITS) if every else self._chunk
+        slots = [] if every else sequences
+        return [next(prefill(lambda call: self._run(call, slots), sequences[0], size, every=every))]
+
+    def group_prefill(self, waiting: Sequence[_S]) -> list[_S]:
+        """The first sequences of ``waiting``, in rows side by side with nothing fed yet, that share its first call."""
+        most = len(waiting) if self._policy.shares_prefill else 1
+        return list_sharing(waiting[:most], self._chunk, self.session.cache.capacity)
+
+    def divide(self, sequences: Sequence[_S]) -> Iterator[tuple[list[_S], Callable[[], Floats]]]:
+        """Calls of a step, each with its sequences: in rows side by side, with one token each, or with windows of one
+        length. Where groups of rows take turns, only the call of the group whose turn it is."""
         if self._ahead is not None and (turn := self._ahead.next(sequences)) is not None:
-            group, self._begun = turn
-            yield group
+            group, begun = turn
+            yield group, partial(self._run, begun)
             return
 
         def kind(sequence: _S) -> tuple[bool, int, bool]:
@@ -168,14 +154,16 @@ class ModelRunner:
             if tokens:
                 masks = max(len(sequence.window.outputs) for sequence in group if sequence.window)
                 most = max(1, min(self._chunk // tokens, MOST_MASKS // masks)) if self._policy.shares_windows else 1
-            yield from (group[start : start + most] for start in range(0, len(group), most))
+            for start in range(0, len(group), most):
+                part = group[start : start + most]
+                yield part, partial(self.execute, part)
 
     def execute(self, call: Sequence[Slot]) -> Floats:
-        """Feed last tokens and drafts, or windows, of one of :meth:`divide`; logits [B, 1 + drafts, V] or candidates
-        [B, 1 + drafts], or logits of a window's outputs first and then any, which the next call may overwrite."""
-        if (begun := self._begun) is not None:
-            self._begun = None
-            return self._run(begun)
+        """Feed last tokens and drafts, or windows, of sequences that share a call.
+
+        Returns logits [B, 1 + drafts, V] or candidates [B, 1 + drafts]; of windows logits of their outputs, followed by
+        any others. The next call may overwrite them.
+        """
         if windows := [slot.window for slot in call if slot.window is not None]:
             return self._run(make_window_batch(windows, call[0].row))
         if len(call) == 1 and call[0].drafts:

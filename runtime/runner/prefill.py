@@ -72,16 +72,15 @@ def batch(phase: Phase, ids: NDArray[np.int64], past: Sequence[int], outputs: Se
 
 
 def list_sharing(waiting: Sequence[_S], chunk: int, capacity: int) -> list[_S]:
-    """The waiting sequences, of which nothing was fed yet, from the first on that are fed whole in the same call:
-    within ``chunk`` tokens, padding included, and within the ``capacity`` of a row. One with images is fed alone.
-    """
+    """The first of ``waiting``, of which nothing was fed yet, that are fed whole in one call of up to ``chunk`` tokens,
+    padding included, within the ``capacity`` of a row; see also :attr:`Slot.is_fed_alone`."""
     lengths = [len(sequence.context) - sequence.cached for sequence in waiting]
     tokens, widths = list(accumulate(lengths)), list(accumulate(lengths, max))
     past = list(accumulate((sequence.cached for sequence in waiting), max))
     count = 1
     while (
         count < len(waiting)
-        and waiting[0].images is waiting[count].images is None
+        and not (waiting[0].is_fed_alone or waiting[count].is_fed_alone)
         and tokens[count] <= min(SHARED_TOKENS, chunk)
         and widths[count] * (count + 1) <= chunk
         and past[count] + widths[count] <= capacity

@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from llmc.bundle.model.diffusion import MOST_MASKS
 from llmc.errors import UsageError, format_name, format_value
-from llmc.inventory import MOST_MASKS
 from llmc.runtime.sampling.neighbours import neighbour
 from llmc.runtime.sampling.ranges import (
     FLAG,

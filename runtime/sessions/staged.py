@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import BUNDLE_MANIFEST, STAGE_FOLDER, Manifest, MemoryPlan, Stage, read_bundle, sha256_file
+from llmc.bundle.model.cache import CacheKind
 from llmc.errors import BundleError
-from llmc.inventory import CacheKind
 from llmc.runtime.kv.cache import KVCache, Layout, Values, tensors_of
 from llmc.runtime.kv.host_cache import LETS_GO
 from llmc.runtime.sessions import open_engine

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from llmc.runtime.runner.model_runner import Watch
+
 SIZES = range(4, 1, -1)
 """Tokens of a match, the most first; single tokens recur by chance all the time."""
 CANDIDATES, LONGEST = 16, 32
@@ -16,7 +18,10 @@ class Drafter(Protocol):
 
     costs_by_token: bool
     """True if more drafts take longer: then it is asked for as many as pay. Otherwise it is asked for all there is room
-    for, and the fewer it has, the less sure of them it is."""
+    for."""
+
+    watch: Watch | None
+    """Takes the hidden states of every call; None: needs none."""
 
     def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
         """Up to ``count`` tokens that may follow ``tokens`` (prompt and generated so far); none if it has no idea.
@@ -42,6 +47,7 @@ class PromptLookup:
     """
 
     costs_by_token = False
+    watch: Watch | None = None
 
     def __init__(self) -> None:
         self._indices: dict[int, _Index] = {}

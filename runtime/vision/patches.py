@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmc.bundle.model.vision import Patching, Vision
 from llmc.errors import require
-from llmc.inventory import Patching, Vision
 from llmc.runtime.vision.tiles import Tiles, by_channel, cut_cells, normalize
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from llmc.bundle.model.vision import Patching, Tiling, Vision
 from llmc.errors import require
-from llmc.inventory import Patching, Tiling, Vision
 
 if TYPE_CHECKING:
     from PIL.Image import Image

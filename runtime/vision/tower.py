@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmc.bundle.model.vision import Vision
 from llmc.errors import ContextError, EngineClosedError, RequestError, UsageError
-from llmc.inventory import Vision
 from llmc.runtime.vision.decode import decoding, open_image
 from llmc.runtime.vision.patches import cut_patches, make_feeds
 from llmc.runtime.vision.rows import ImageRows, make_names, place_tokens

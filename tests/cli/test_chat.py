@@ -251,6 +251,7 @@ def test_a_question_may_have_several_lines(talk, model: FakeModel, keys: str):
     assert model.asked == [[user("one\ntwo")]]
 
 
+@pytest.mark.threat("prefix-privacy")
 def test_former_questions_come_back_with_the_arrow_keys(
     talk, model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

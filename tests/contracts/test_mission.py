@@ -21,7 +21,10 @@ from llmc.runtime.sampling.params import PARAMETERS
 # Row -> proofs, each a kind of :data:`FINDERS` and what it finds.
 PIPELINE = {
     "export to ONNX": ("option export --output", "module llmc.export.graph"),
-    "explicit KV-cache I/O": ("object llmc.bundle:GRAPH_CONTRACT_VERSION", "object llmc.inventory:Geometry.caches"),
+    "explicit KV-cache I/O": (
+        "object llmc.bundle:GRAPH_CONTRACT_VERSION",
+        "object llmc.bundle.model.geometry:Geometry.caches",
+    ),
     "int8 quantization": ("option build --int8", "object llmc.optimize.quantize.rtn:quantize"),
     "int4 quantization": ("option build --int4", "page recipes/int4.toml"),
     "GPTQ": ("module llmc.optimize.quantize.gptq", "object llmc.optimize.recipe:Request.scheme"),
@@ -62,7 +65,7 @@ RUNTIME = {
         "object llmc.runtime.sessions:Phase.DECODE",
         "object llmc.runtime.engine.scheduler:ChunkedPrefill",
     ),
-    "KV cache of grouped and multi-query attention": ("object llmc.inventory:Attention.kv_heads",),
+    "KV cache of grouped and multi-query attention": ("object llmc.bundle.model.attention:Attention.kv_heads",),
     "prefix cache across requests": (
         "object llmc.runtime.kv.prefix_cache:PrefixCache",
         "option serve --prefix-cache-bytes",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llmc import errors
-from llmc.runtime import Determinism, EngineOptions, Request, SamplingParams, model
+from llmc.runtime import Determinism, EngineOptions, Request, SamplingParams, loading
 from llmc.runtime.api.options import DECODE_STEPS_PER_CHUNK
 from llmc.runtime.engine import input_processor
 from llmc.runtime.engine.scheduler import ARRIVALS_PER_PRIORITY
@@ -33,11 +33,10 @@ IN_WORDS = [
     f"Blocks of {BLOCK} tokens",
     f"`sink` keeps the first {input_processor.SINK_TOKENS} tokens",
     f"in chunks of {CHUNK_WITH_ALL_LOGITS} tokens, without the prefix cache",
-    f"at most {model.PENDING_BYTES // MB} MB waiting",
-    f"at most {model.PREFIX_BYTES // MB} MB |",
+    f"at most {loading.PENDING_BYTES // MB} MB waiting",
+    f"at most {loading.PREFIX_BYTES // MB} MB |",
     f"({', '.join(map(str, LENGTHS[:-1]))} or {LENGTHS[-1]})",
-    f"than {control.MARGIN - 1:.0%} (the surest".replace("%", " %"),
-    f"to lose more than {1 - control.LENIENCE:.0%}".replace("%", " %"),
+    f"than {control.MARGIN - 1:.0%}".replace("%", " %"),
     f"may lose {control.STAKE} tokens' worth of time, {control.ALLOWANCE:.1%}".replace("%", " %") + " of that of each",
     f"of an engine together {control.SHARED_STAKE:g} and",
     f"takes no more than {LOOK_SHARE:.1%}".replace("%", " %") + " of the time",

@@ -1,8 +1,9 @@
 """Geometries of decoders whose layers are all alike, for tests that need no checkpoint."""
 
 from llmc.bundle import Geometry
+from llmc.bundle.model.linear import Linear
+from llmc.bundle.model.vision import Markers, Tiling, Vision
 from llmc.export.config import AttentionConfig, DecoderConfig, Layer, MlpConfig, NormConfig, Rope
-from llmc.inventory import Linear, Markers, Tiling, Vision
 
 # What export writes for SmolVLM2.
 VISION = Vision(

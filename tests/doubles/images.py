@@ -8,7 +8,7 @@ import numpy as np
 from doubles.geometries import VISION
 from PIL import Image
 
-from llmc.inventory import Tiling, Vision
+from llmc.bundle.model.vision import Tiling, Vision
 
 # Modes that files of the formats taken may have, and those that an application may hold.
 MODES = ("RGB", "L", "1", "P", "LA", "RGBA", "CMYK", "YCbCr", "HSV", "LAB", "I;16", "I", "F", "PA", "RGBX")

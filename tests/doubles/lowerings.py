@@ -10,8 +10,8 @@ import onnx_ir as ir
 import pytest
 
 from llmc.bundle import DECODER_FILE, read_export
+from llmc.bundle.model.names import POSITIONS
 from llmc.exported import rows_of
-from llmc.inventory import POSITIONS
 from llmc.optimize.lower.context import Computed, Float16, Float32, LoweringContext, QuantConfig, choose_table_config
 from llmc.optimize.lower.rewrite import remove_dead
 from llmc.optimize.passes import Step

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from llmc.bundle.model.vision import Vision
 from llmc.export.sources.checkpoint import read_checkpoint
-from llmc.inventory import Vision
 from llmc.runtime.vision.decode import open_image
 from llmc.runtime.vision.patches import cut_patches
 from llmc.runtime.vision.tiles import Tiles

@@ -15,6 +15,8 @@ from doubles.ggufs import PLACES, TOKENIZER, Kind, random_blocks, write_gguf
 from onnx import TensorProto, helper
 
 from llmc.bundle import MADE_FILE, read_export
+from llmc.bundle.model.linear import Codes
+from llmc.bundle.model.names import HEAD
 from llmc.errors import CheckpointError
 from llmc.export import export
 from llmc.export.ggml_ops import function
@@ -26,7 +28,6 @@ from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.streaming import StreamedDecoder
 from llmc.exported import read_weights, rows_of
 from llmc.ggml import LAYOUTS
-from llmc.inventory import HEAD, Codes
 from llmc.origin import check_unchanged
 
 # Cases of the converter's every turn: rows of rotated heads, biases, factors of the rope, a tied head, wide heads.

@@ -12,10 +12,10 @@ from doubles.lowerings import open_session
 from doubles.towers import write_json
 
 from llmc.bundle import read_export
+from llmc.bundle.model.vision import Patching
 from llmc.errors import CheckpointError
 from llmc.export import export
 from llmc.export.sources.checkpoint import read_checkpoint
-from llmc.inventory import Patching
 from llmc.runtime.vision.patches import make_feeds
 from llmc.runtime.vision.rows import place_tokens
 
@@ -237,6 +237,7 @@ def change(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return {**values, **changes, **inner}
 
 
+@pytest.mark.threat("processor-settings")
 @pytest.mark.parametrize(("file", "changes", "message"), REFUSED, ids=[message[:30] for *_, message in REFUSED])
 def test_what_is_not_understood_is_refused(windowed: Path, tmp_path: Path, file: str, changes: Any, message: str):
     folder = towers.copy_checkpoint(windowed, tmp_path)

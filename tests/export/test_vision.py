@@ -13,11 +13,11 @@ from doubles.images import draw
 from doubles.naflex import patch
 
 from llmc.bundle import read_export
+from llmc.bundle.model.vision import Tiling
 from llmc.errors import CheckpointError
 from llmc.export import export
 from llmc.export.families.smolvlm import SIDES
 from llmc.export.sources.checkpoint import read_checkpoint
-from llmc.inventory import Tiling
 from llmc.runtime.vision.decode import open_image
 from llmc.runtime.vision.patches import cut_patches, make_feeds
 
@@ -261,6 +261,7 @@ WRONG = [("smolvlm", *wrong) for wrong in REFUSED]
 WRONG += [*(("gemma3", *wrong) for wrong in GEMMA_REFUSED), *(("lfm2_vl", *wrong) for wrong in LFM2_REFUSED)]
 
 
+@pytest.mark.threat("processor-settings")
 @pytest.mark.parametrize(
     ("kind", "file", "changes", "message"), WRONG, ids=[message[:30] for *_, message in WRONG], indirect=["kind"]
 )

@@ -31,7 +31,7 @@ from llmc.export.sources.heads import read_head
 from llmc.optimize import recipe
 from llmc.optimize.build import build
 from llmc.runtime import Model, load
-from llmc.runtime.model import verify
+from llmc.runtime.loading import verify
 from llmc.runtime.runner.prefill import batch
 from llmc.runtime.sessions import Phase
 from llmc.runtime.speculation.head_drafter import AssistantDrafter

@@ -7,9 +7,9 @@ import pytest
 from doubles import diffusing
 
 from llmc.bundle import Budget, read_bundle
+from llmc.bundle.model.diffusion import Diffusion
 from llmc.errors import UsageError
 from llmc.export.streaming import StreamedDecoder
-from llmc.inventory import Diffusion
 from llmc.optimize.build import build
 from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.calibrate.text import hide_half
@@ -17,7 +17,7 @@ from llmc.optimize.judge.golden import find_targets
 from llmc.optimize.judge.layers import layer_errors
 from llmc.optimize.judge.reference import Reference
 from llmc.optimize.recipe import Request
-from llmc.runtime.model import load, verify
+from llmc.runtime.loading import load, verify
 
 # Of logits in float32, as in tests/export/test_diffusion.py.
 LOGIT_TOLERANCE = 4e-4

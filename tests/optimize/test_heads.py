@@ -34,7 +34,7 @@ from llmc.optimize import recipe
 from llmc.optimize.build import build
 from llmc.runtime import Model, Request, SamplingParams, load
 from llmc.runtime.api.handle import Handle
-from llmc.runtime.model import verify
+from llmc.runtime.loading import verify
 from llmc.runtime.runner.prefill import batch
 from llmc.runtime.selftest import VECTOR_TOLERANCE
 from llmc.runtime.sessions import Phase

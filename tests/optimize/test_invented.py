@@ -14,10 +14,10 @@ from doubles.lowerings import Lowering, difference, open_session, portable
 from doubles.speculators import Always
 
 from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
+from llmc.bundle.model.linear import Linear
 from llmc.errors import BuildError
 from llmc.export import export
 from llmc.export.streaming import StreamedDecoder
-from llmc.inventory import Linear
 from llmc.optimize.build import build
 from llmc.optimize.calibrate.layers import calibrate
 from llmc.optimize.calibrate.request import CalibrationRequest

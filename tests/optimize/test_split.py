@@ -20,7 +20,7 @@ from llmc.optimize.plan.memory import ROTATIONS, memory_plan
 from llmc.optimize.split import split
 from llmc.runtime import load
 from llmc.runtime.host import integrity
-from llmc.runtime.model import verify
+from llmc.runtime.loading import verify
 from llmc.runtime.selftest import VECTOR_TOLERANCE, replay_stage
 from llmc.runtime.server.models.loading import Loader
 from llmc.runtime.sessions import Batch, Phase, open_engine, open_session, staged

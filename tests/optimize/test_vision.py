@@ -13,14 +13,15 @@ from doubles import towers
 from doubles.geometries import VISION
 
 from llmc import bundle
+from llmc.bundle.model.linear import Linear
+from llmc.bundle.model.vision import Patching, Vision
 from llmc.errors import BuildError, BundleError, UsageError
-from llmc.inventory import Linear, Patching, Vision
 from llmc.optimize.build import build
 from llmc.optimize.plan.memory import memory_plan
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import capabilities
 from llmc.runtime import load
-from llmc.runtime.model import verify
+from llmc.runtime.loading import verify
 from llmc.runtime.vision.decode import DECODING_BYTES
 
 CPU = capabilities("cpu")

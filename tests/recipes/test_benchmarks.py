@@ -5,9 +5,11 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from http.client import HTTPConnection
+from itertools import combinations
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -249,3 +251,47 @@ def test_a_filled_vocabulary_has_a_text_for_each_id_and_encodes_as_before(script
     text = "def add(a, b):\n    return AAAB + QXYZ  # the sum"
     assert after.encode(text).ids == before.encode(text).ids
     assert (after.get_vocab_size(), after.decode([4999]).strip().isalpha()) == (5000, True)
+
+
+# ------------------------------------------------------------------------------------------------------------ picture
+
+
+def timed(name: str, runner: str, speeds: list[float], kl: float) -> dict[str, Any]:
+    quality = {"prefill": {"mean_kl": kl}} if kl else {}
+    return {
+        "entry": {"name": name, "runner": runner},
+        "quality": quality,
+        "rounds": [{"prefill 512": s} for s in speeds],
+    }
+
+
+ROWS = [
+    timed("llmc int8", "llmc", [280.0, 300.0, 290.0], 0.0013),
+    timed("llmc int8-fast", "llmc", [260.0], 0.0013),
+    timed("peer <8>", "llamacpp", [160.0], 0.0008),
+    timed("not judged", "llamacpp", [500.0], 0.0),
+]
+DOCUMENT = {"rows": ROWS, "machine": {"cpu": "AMD"}, "date": "2026-11-28T15:34:11+00:00"}
+
+
+def test_the_picture_has_the_median_speed_to_the_right_and_the_lower_kl_at_the_top(script):
+    picture = ElementTree.fromstring(script("picture").draw(DOCUMENT, ["prefill 512"]))
+    dots = [dot.attrib for dot in picture.iter("{http://www.w3.org/2000/svg}circle")]
+    (int8, fast, peer), pixels = dots, [float(dot["cx"]) for dot in dots]
+    assert [dot["class"] for dot in dots] == ["llmc", "llmc", "peer"]
+    assert (pixels[0] - pixels[1]) / (pixels[1] - pixels[2]) == pytest.approx((290 - 260) / (260 - 160), rel=0.01)
+    assert float(peer["cy"]) < float(int8["cy"]) == float(fast["cy"])
+
+
+def test_names_in_the_picture_do_not_overlap(script):
+    picture = ElementTree.fromstring(script("picture").draw(DOCUMENT, ["prefill 512"]))
+    names = [text for text in picture.iter("{http://www.w3.org/2000/svg}text") if "name" in text.get("class", "")]
+    assert [text.text for text in names] == ["llmc int8", "llmc int8-fast", "peer <8>"]
+    boxes = [(float(text.attrib["x"]), float(text.attrib["y"]), 3.6 * len(text.text or "")) for text in names]
+    for (x, y, half), (other_x, other_y, other_half) in combinations(boxes, 2):
+        assert abs(x - other_x) >= half + other_half or abs(y - other_y) >= 14
+
+
+def test_a_column_that_nobody_timed_is_no_picture(script):
+    with pytest.raises(ValueError, match="decode after 512"):
+        script("picture").draw(DOCUMENT, ["decode after 512"])

@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir as ir
 
 from llmc.bundle import Geometry
+from llmc.bundle.model.attention import Attention
 from llmc.errors import BuildError
-from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.linears import pack
 from llmc.optimize.lower.raising import NORMS, Linear, find_vector

@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 import onnx_ir as ir
 
-from llmc.inventory import Attention
+from llmc.bundle.model.attention import Attention
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime.attention import emit_attention, emit_rotation, rotate, token_positions
 from llmc.optimize.lower.rewrite import Emitter, scalar, vector

@@ -6,9 +6,9 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from llmc.bundle.model.names import HEAD
 from llmc.errors import BuildError
 from llmc.exported import CodedTensor
-from llmc.inventory import HEAD
 from llmc.optimize.lower.context import Float16, Float32, LoweringContext, PerToken, WeightOnly
 from llmc.optimize.lower.linears import replace_linears
 from llmc.optimize.lower.onnxruntime.linears import bias_of, emit_blocked_linear, float_linear, with_bias

@@ -7,8 +7,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from llmc.bundle.model.names import EMBEDDING, PER_LAYER, POSITIONS
 from llmc.exported import CodedTensor, Weight, sizes
-from llmc.inventory import EMBEDDING, PER_LAYER, POSITIONS
 from llmc.optimize.lower.context import Float16, LoweringContext, OwnCodes, WeightOnly, choose_table_config
 from llmc.optimize.lower.linears import replace_gather
 from llmc.optimize.lower.onnxruntime.linears import float_table, pack_linear

@@ -17,9 +17,9 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from llmc.bundle.model.experts import Experts
 from llmc.errors import BuildError
 from llmc.exported import CodedTensor, Mxfp4Stack, Weight, in_parallel, sizes
-from llmc.inventory import Experts
 from llmc.optimize.lower.context import Float16, Float32, LoweringContext, Mxfp4, QuantConfig, WeightOnly
 from llmc.optimize.lower.onnxruntime.recurrent import inline_vectors
 from llmc.optimize.lower.raising import find_vector, find_weight

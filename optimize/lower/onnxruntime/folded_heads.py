@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from llmc.inventory import Attention
+from llmc.bundle.model.attention import Attention
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime.attention import AHEAD, GQA
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, graph_input, nodes_of, replace, scalar, vector

@@ -7,7 +7,7 @@ and basic operators attend once more over what it wrote; a call without images g
 import numpy as np
 import onnx_ir as ir
 
-from llmc.inventory import Attention
+from llmc.bundle.model.attention import Attention
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime.attention import AHEAD, GQA, emit_attention, token_positions
 from llmc.optimize.lower.onnxruntime.folded_heads import Branch, choose

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 import numpy as np
 import onnx_ir as ir
 
+from llmc.bundle.model.attention import Attention
+from llmc.bundle.model.recurrent import Recurrent
 from llmc.errors import BuildError
-from llmc.inventory import Attention, Recurrent
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime.attention import AHEAD, GQA, emit_token_counts
 from llmc.optimize.lower.onnxruntime.hidden import SLOTS

@@ -9,7 +9,7 @@ Keys, values and logits stay as they are, so that the graphs of prefill and deco
 import numpy as np
 import onnx_ir as ir
 
-from llmc.inventory import HEAD
+from llmc.bundle.model.names import HEAD
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.raising import Linear
 from llmc.optimize.lower.rewrite import LLMC, MICROSOFT, Emitter, constant, graph_input, initializer, nodes_of, vector

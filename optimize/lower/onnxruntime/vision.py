@@ -3,7 +3,8 @@
 import numpy as np
 import onnx_ir as ir
 
-from llmc.inventory import TOWER, Geometry
+from llmc.bundle.model.geometry import Geometry
+from llmc.bundle.model.vision import TOWER
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.linears import replace_weight
 from llmc.optimize.lower.onnxruntime.linears import float_table

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
+from llmc.bundle.model.names import EMBEDDING, POSITIONS
 from llmc.exported import Weight
-from llmc.inventory import EMBEDDING, POSITIONS
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.linears import replace_gather
 from llmc.optimize.lower.rewrite import Emitter, initializer

@@ -3,7 +3,7 @@
 import numpy as np
 import onnx_ir as ir
 
-from llmc.inventory import Attention
+from llmc.bundle.model.attention import Attention
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.raising import NORMS
 from llmc.optimize.lower.rewrite import Emitter, emit_conversion, scalar, vector

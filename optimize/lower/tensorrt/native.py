@@ -6,8 +6,8 @@ TensorScatter becomes a KV-cache update, whose output shares the memory of its i
 
 import onnx_ir as ir
 
+from llmc.bundle.model.attention import Attention
 from llmc.exported import Weight
-from llmc.inventory import Attention
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.linears import replace_weight
 from llmc.optimize.lower.raising import find_vector, find_weight, head_scales, norm_nodes

@@ -8,9 +8,9 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from llmc.bundle.model.names import EMBEDDING
 from llmc.errors import BuildError
 from llmc.exported import Weight, in_parallel, pieces, sizes
-from llmc.inventory import EMBEDDING
 from llmc.optimize.lower.context import ARRAY_TYPES, LoweringContext
 from llmc.optimize.lower.raising import Linear
 from llmc.optimize.quantize.grid import Float, Grid, Quantized

@@ -14,7 +14,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse
 
 from llmc.errors import DeadlineError, QueueFullError
-from llmc.runtime import Model
+from llmc.runtime import Embedder
 from llmc.runtime.server.http.aside import LARGE
 from llmc.runtime.server.http.bodies import Body, list_texts
 from llmc.runtime.server.http.call import call_of
@@ -76,7 +76,7 @@ def usage_of(rows: Rows) -> dict[str, Any]:
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
-async def encode_texts(request: Request, model: Model, tokenize: Callable[[], Rows]) -> tuple[Rows, Results]:
+async def encode_texts(request: Request, model: Embedder, tokenize: Callable[[], Rows]) -> tuple[Rows, Results]:
     """Tokens and results of texts, computed piece by piece while the client is there and the deadline has not passed.
 
     A running piece is waited for, since the model must stay until it ends.
@@ -99,7 +99,7 @@ async def encode_texts(request: Request, model: Model, tokenize: Callable[[], Ro
             raise ApiError(499, "the client closed the connection before the answer was there")
         if seconds is not None and time.monotonic() - began > seconds:
             raise DeadlineError(f"the request was not finished within {seconds} s; send fewer texts")
-        work = partial(model.encoder.encode, rows[start : start + PIECE])
+        work = partial(model.encode, rows[start : start + PIECE])
         found.append(await to_thread.run_sync(work, limiter=service.encoding))
     return rows, np.concatenate(found)
 
@@ -110,7 +110,7 @@ async def compute_vectors(body: EmbeddingRequest, request: Request) -> tuple[str
     texts, service = body.texts(), request.app.state.service
     name = service.find_for(call_of(request.scope), body.model, "embeddings")
     async with service.pool.lease(name) as model:
-        encoder = model.encoder
+        encoder: Embedder = model
         width = encoder.vector_width(body.dimensions)
         if isinstance(texts[0], str):
             tokenize = partial(encoder.text_tokens, texts, instruction=body.instruction, truncate=body.truncate)
@@ -147,7 +147,7 @@ async def rerank(
     texts = [given if isinstance(given, str) else given.text for given in body.documents]
     name = service.find_for(call_of(request.scope), body.model, "scores")
     async with service.pool.lease(name) as model:
-        pairs = partial(model.encoder.pair_tokens, instruction=body.instruction, truncate=body.truncate)
+        pairs = partial(model.pair_tokens, instruction=body.instruction, truncate=body.truncate)
         tokenize = partial(pairs, body.query, texts)
         with name_parameters({"prompt": "documents"}):
             rows, scores = await encode_texts(request, model, tokenize)

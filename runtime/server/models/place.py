@@ -14,7 +14,8 @@ from typing import Any, Literal, TypeVar
 
 from llmc.bundle import Manifest, list_adapters, publication
 from llmc.errors import BundleError, EngineClosedError, LlmcError, ResourceError, UsageError, format_value, text_of
-from llmc.runtime.model import MemoryNeed, Model
+from llmc.runtime.loaded import LoadedBundle
+from llmc.runtime.loading import MemoryNeed
 from llmc.runtime.observe.logs import event
 from llmc.runtime.server.http.errors import hide_path
 from llmc.runtime.server.models.loading import Loader
@@ -67,7 +68,7 @@ class Loaded:
         used: rises with every use.
     """
 
-    model: Model
+    model: Any  # a Generator or an Embedder
     memory: int
     draft: int
     published: tuple[int, ...] | None
@@ -78,7 +79,7 @@ class Loaded:
     @property
     def held(self) -> int:
         """Bytes that it takes now, and a draft model at its largest."""
-        return self.model.planned_bytes + self.draft
+        return int(self.model.planned_bytes) + self.draft
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,8 @@ class Place:
     @property
     def manifest(self) -> Manifest:
         """Of the bundle that serves, or would be loaded. Raises BundleError: it is not there any more."""
-        return self._loader.read(self.folder) if self.current is None else self.current.model.manifest
+        served: LoadedBundle | None = self.current.model if self.current else None
+        return self._loader.read(self.folder) if served is None else served.manifest
 
     @property
     def users(self) -> int:
@@ -300,7 +302,7 @@ class Place:
         event(log, "model loaded", model=self.name, bundle=str(folder), memory=loaded.held, duration_s=took)
         return loaded
 
-    async def _load_model(self, folder: Path, memory: int | None, adapters: dict[str, Path]) -> Model:
+    async def _load_model(self, folder: Path, memory: int | None, adapters: dict[str, Path]) -> LoadedBundle:
         """Load a model; where the machine, or its GPU, has less memory than was planned, idle models make room."""
         while True:
             try:
@@ -400,7 +402,7 @@ class Place:
             finally:
                 self.release(loaded)
 
-    async def _add_adapter(self, model: Model, adapter: str, folder: Path) -> None:
+    async def _add_adapter(self, model: Any, adapter: str, folder: Path) -> None:
         try:
             await self._around.in_thread(model.load_adapter, adapter, folder)
         except LlmcError as error:

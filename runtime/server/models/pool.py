@@ -9,7 +9,8 @@ from typing import Any
 
 from llmc.bundle import Manifest, list_adapters
 from llmc.errors import BundleError, GpuError, UsageError, format_value
-from llmc.runtime.model import MemoryNeed, Model, default_memory
+from llmc.runtime.loaded import LoadedBundle
+from llmc.runtime.loading import MemoryNeed, default_memory
 from llmc.runtime.server.models.loading import Loader
 from llmc.runtime.server.models.place import ModelState, Neighbours, Place
 from llmc.runtime.server.models.shares import MemoryShares, choose_idle
@@ -101,7 +102,7 @@ class Pool(Neighbours):
         """True if the model that serves under a name, or would be loaded, has a chat template."""
         return has_template(self.place(self.base(name)).folder)
 
-    def models(self) -> dict[str, Model]:
+    def models(self) -> dict[str, LoadedBundle]:
         """Loaded models by name, to look at their metrics; to use one, lease it."""
         return {name: place.current.model for name, place in self._places.items() if place.current is not None}
 
@@ -118,7 +119,7 @@ class Pool(Neighbours):
     # ------------------------------------------------------------------------------------------ requests
 
     @asynccontextmanager
-    async def lease(self, name: str) -> AsyncIterator[Model]:
+    async def lease(self, name: str) -> AsyncIterator[Any]:
         """The model of a name, or of an adapter's, loaded if it is not; it stays for as long as the block lasts."""
         place = self.place(self.base(name))
         loaded = await place.take()

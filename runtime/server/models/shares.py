@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from llmc.errors import ResourceError
-from llmc.runtime.model import MemoryNeed
+from llmc.runtime.loading import MemoryNeed
 
 MB = 1_000_000
 

@@ -77,7 +77,8 @@ class OnnxRuntimeSession(Session):
         self._factors: RowFactors | None = None
         self._replay = Replay(files[own[REPLAY]]) if REPLAY in own else None
         self._fed = 0  # tokens of the last provisional call
-        self.cache: HostCache = HostCache(manifest, forget=self._bound.clear)
+        self.cache: HostCache = HostCache(manifest)
+        self.cache.on_move.append(self._bound.clear)
         self._later: Future[Any] | None = None
         if names[Phase.DECODE] in files:
             self._keep_graph(Phase.DECODE, files[names[Phase.DECODE]])
@@ -133,7 +134,7 @@ class OnnxRuntimeSession(Session):
     def borrow(self, cache: HostCache) -> None:
         """Read, of a draft head, the keys and values of its model's cache from now on, and write nothing."""
         self.cache = LentCache(self._manifest, cache)
-        cache.tell(self._bound.clear)
+        cache.on_move.append(self._bound.clear)
 
     def open_adapters(self) -> None:
         graph = self._manifest.adapter_graph

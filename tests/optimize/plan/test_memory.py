@@ -8,8 +8,9 @@ import pytest
 from doubles.geometries import uniform
 
 from llmc.bundle import Limits, Recipe, read_bundle
+from llmc.bundle.model.cache import BACK, LET_GO_STEP
+from llmc.bundle.model.linear import Linear
 from llmc.errors import ResourceError
-from llmc.inventory import BACK, LET_GO_STEP, Linear
 from llmc.optimize.build import build
 from llmc.optimize.lower.context import Computed, Float16, Float32, PerToken, WeightOnly
 from llmc.optimize.plan import time

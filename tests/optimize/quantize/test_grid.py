@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 import pytest
 
-from llmc.inventory import Codes
+from llmc.bundle.model.linear import Codes
 from llmc.optimize.quantize.grid import Grid, Quantized, pack_blocks, pack_rows, unpack_rows
 
 # MatMulNBits sums up to 300 products in float32 in an order of its own; by bits, as 8 give integers 16 times as large.

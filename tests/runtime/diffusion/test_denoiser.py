@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from doubles import diffusing
 
-from llmc.inventory import Diffusion
+from llmc.bundle.model.diffusion import Diffusion
 from llmc.runtime import Model, SamplingParams, load
 from llmc.runtime.diffusion.denoiser import Denoiser, measure_confidence
 

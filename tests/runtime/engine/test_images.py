@@ -81,6 +81,7 @@ def test_requests_with_and_without_images_give_together_what_they_give_alone(
         assert list(handle.result().token_ids) == expected
 
 
+@pytest.mark.threat("image-cache")
 def test_two_images_of_one_size_share_no_prefix_and_one_image_does(
     make_seeing: Callable[..., Engine], alone: Callable[..., list[int]]
 ):

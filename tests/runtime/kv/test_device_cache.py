@@ -11,8 +11,8 @@ from doubles.cuda import FakeDriver, array_at
 from doubles.geometries import uniform
 
 from llmc.bundle import Geometry, Limits, Manifest
+from llmc.bundle.model.cache import Cache
 from llmc.errors import BundleError, ResourceError
-from llmc.inventory import Cache
 from llmc.runtime.kv import device_cache as module
 from llmc.runtime.kv.device_cache import DeviceCache
 

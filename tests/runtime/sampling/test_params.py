@@ -52,6 +52,7 @@ class TestParams:
 
 
 class TestRanges:
+    @pytest.mark.threat("parameter-bounds")
     @pytest.mark.parametrize(
         ("name", "value", "expected"),
         [
@@ -121,6 +122,7 @@ class TestRanges:
         assert str(caught.value) == f"{name} is {format_value(value)}, expected {expected}"
         assert len(str(caught.value)) < 600
 
+    @pytest.mark.threat("parameter-bounds")
     @pytest.mark.parametrize("name", ["temperature", "n", "seed", "top_p", "logprobs", "max_tokens", "min_tokens"])
     def test_of_integers_too_long_to_write_are_enforced(self, name: str) -> None:
         with pytest.raises(UsageError, match=f"{name} is an integer of about 5001 digits, expected"):
@@ -144,6 +146,7 @@ class TestRanges:
 
 
 class TestCombinations:
+    @pytest.mark.threat("many-samples")
     @pytest.mark.parametrize(
         ("params", "name"),
         [

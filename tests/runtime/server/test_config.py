@@ -85,6 +85,7 @@ class TestFile:
 
 
 class TestTogether:
+    @pytest.mark.threat("open-by-accident")
     @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.7", "box.example"])
     def test_other_machines_are_served_with_keys_or_if_asked_to_only(self, host: str):
         with pytest.raises(UsageError, match=r"no key would be asked for; give keys_file or, .*, allow_no_keys"):

@@ -114,6 +114,7 @@ def few(form: str) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": "look", "parameters": schema}}, {"function": {"name": "now"}}]
 
 
+@pytest.mark.threat("tool-calls")
 @pytest.mark.parametrize("form", FORMATS)
 def test_required_calls_hold_to_the_schema(form: str, vocabulary: Vocabulary, hear: Callable[..., Any]):
     plan, heard = plan_of(form, few(form)), 0
@@ -138,6 +139,7 @@ def test_a_named_tool_is_the_only_one_and_called_once(form: str, vocabulary: Voc
     assert content == "" and [(name, json.loads(arguments)) for name, arguments in calls] == [("now", {})]
 
 
+@pytest.mark.threat("tool-calls")
 @pytest.mark.parametrize("form", FORMATS)
 def test_what_follows_an_opening_mark_is_guided_and_what_precedes_it_is_free(form: str, vocabulary: Vocabulary):
     plan = plan_of(form, few(form), "auto")
@@ -343,6 +345,7 @@ def _all_plans(plan: ChatPlan) -> list[tuple[ChatPlan, list[str]]]:
     return found
 
 
+@pytest.mark.threat("tool-schemas")
 @pytest.mark.parametrize(
     ("form", "schema", "reason"),
     [

@@ -19,7 +19,7 @@ from PIL import Image, ImageOps
 from llmc.optimize.build import build
 from llmc.optimize.recipe import Request
 from llmc.runtime import Model, load
-from llmc.runtime.model import verify
+from llmc.runtime.loading import verify
 from llmc.runtime.selftest import make_image
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.vision.tower import Tower

@@ -12,7 +12,7 @@ from doubles.images import MODES, draw
 from doubles.naflex import resize_tiles, write_text
 from PIL import Image
 
-from llmc.inventory import Markers, Patching, Vision
+from llmc.bundle.model.vision import Markers, Patching, Vision
 from llmc.runtime.vision.decode import open_image
 from llmc.runtime.vision.patches import cut_patches, make_feeds
 from llmc.runtime.vision.tiles import Tiles, count_rows, write_markers

@@ -9,8 +9,8 @@ from doubles.images import MARKERS, MODES, draw
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from llmc.bundle.model.vision import Patching, Vision
 from llmc.errors import RequestError
-from llmc.inventory import Patching, Vision
 from llmc.runtime.vision.decode import open_image
 from llmc.runtime.vision.patches import cut_patches, make_feeds
 from llmc.runtime.vision.rows import ImageRows, place_rows, place_tokens

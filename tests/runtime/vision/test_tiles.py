@@ -12,7 +12,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
-from llmc.inventory import Vision
+from llmc.bundle.model.vision import Vision
 from llmc.runtime.vision.decode import MOST_STRETCHED, open_image
 from llmc.runtime.vision.tiles import Tiles, cut_tiles, normalize, write_markers
 
@@ -99,6 +99,7 @@ def test_transparent_colours_of_a_palette_lie_on_white(transparency: int | bytes
     assert_equal(image, make_vision())
 
 
+@pytest.mark.threat("image-cost")
 def test_the_longest_strip_becomes_few_tiles():
     vision = make_vision(24, 96)
     for size in ((MOST_STRETCHED * 100, 100), (100, MOST_STRETCHED * 100)):

@@ -15,8 +15,8 @@ from doubles.lowerings import Lowering, difference, portable, relative_differenc
 from doubles.modules import random_checkpoints
 
 from llmc.bundle import Limits, Recipe
+from llmc.bundle.model.names import SENSITIVE
 from llmc.errors import BuildError
-from llmc.inventory import SENSITIVE
 from llmc.optimize import passes
 from llmc.optimize.lower.context import (
     Computed,

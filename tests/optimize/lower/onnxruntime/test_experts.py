@@ -12,9 +12,9 @@ import onnx_ir as ir
 import pytest
 from doubles.lowerings import open_session, relative_difference, stood_for
 
+from llmc.bundle.model.experts import Experts
 from llmc.errors import BuildError
 from llmc.export import expert_ops
-from llmc.inventory import Experts
 from llmc.optimize.lower.context import Float16, Float32, QuantConfig, QuantConfigs, WeightOnly
 from llmc.optimize.lower.onnxruntime.experts import lower_experts
 from llmc.optimize.quantize import rtn

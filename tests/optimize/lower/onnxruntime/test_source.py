@@ -12,9 +12,9 @@ from doubles.lowerings import difference
 from doubles.refusals import about
 
 from llmc.bundle import DECODER_FILE, Limits, read_export
+from llmc.bundle.model.linear import Codes
 from llmc.errors import UsageError
 from llmc.export import export
-from llmc.inventory import Codes
 from llmc.optimize.build import build
 from llmc.optimize.lower.context import LoweringContext, WeightOnly, quant_configs
 from llmc.optimize.lower.raising import Linear, raise_linears

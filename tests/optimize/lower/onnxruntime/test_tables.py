@@ -11,9 +11,9 @@ from doubles.ggufs import write_gguf
 from doubles.lowerings import open_session
 
 from llmc.bundle import Geometry, Limits
+from llmc.bundle.model.names import EMBEDDING
 from llmc.export.sources.checkpoint import read_checkpoint
 from llmc.ggml import LAYOUTS
-from llmc.inventory import EMBEDDING
 from llmc.optimize.lower.context import LoweringContext, QuantConfigs, choose_table_config, quant_configs
 from llmc.optimize.lower.onnxruntime.embedding import lower_embedding
 from llmc.optimize.lower.rewrite import LLMC, remove_dead

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from llmc.errors import ResourceError
-from llmc.runtime.model import MemoryNeed
+from llmc.runtime.loading import MemoryNeed
 from llmc.runtime.server.models.shares import MemoryShares, choose_idle
 
 SHARES = MemoryShares(memory=100, needed=40)
