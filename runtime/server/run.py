@@ -52,22 +52,18 @@ def serve(config: ServerConfig) -> None:
 
 
 class Models(Protocol):
-    """Holder of the models, as far as the server's life depends on it: a :class:`Pool`, or a fleet of them."""
+    """The holder of the models: a :class:`Pool`, which says what its methods do, or a fleet."""
 
     lost: GpuError | None
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all models."""
+    def names(self) -> tuple[str, ...]: ...
 
-    async def warm(self, *names: str) -> None:
-        """Load what is to be loaded before anybody asks: these models, or the first."""
+    async def warm(self, *names: str) -> None: ...
 
-    async def refresh(self) -> dict[str, Exception | None]:
-        """Swap what was published anew."""
+    async def refresh(self) -> dict[str, Exception | None]: ...
 
-    async def close(self, drain: bool = True) -> None:
-        """End all of it."""
+    async def close(self, drain: bool = True) -> None: ...
 
 
 def run(config: ServerConfig, models: Models, app: Guarded) -> None:

@@ -19,8 +19,8 @@ from llmc.runtime.server.dialects.openai import (
     text_offsets,
     usage_of,
 )
-from llmc.runtime.server.http.aside import apart
 from llmc.runtime.server.http.bodies import ANY, Logged, LogitBias, Sampled, list_texts
+from llmc.runtime.server.http.call import apart
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.streams import encode_json, make_answer
 from llmc.runtime.server.http.validation import take_body

@@ -15,9 +15,8 @@ from starlette.responses import JSONResponse
 
 from llmc.errors import DeadlineError, QueueFullError
 from llmc.runtime import Embedder
-from llmc.runtime.server.http.aside import LARGE
 from llmc.runtime.server.http.bodies import Body, list_texts
-from llmc.runtime.server.http.call import call_of
+from llmc.runtime.server.http.call import LARGE, call_of
 from llmc.runtime.server.http.errors import ApiError, name_parameters
 from llmc.runtime.server.http.streams import make_answer
 from llmc.runtime.server.http.validation import take_body

@@ -5,7 +5,6 @@ Source: https://github.com/ollama/ollama/blob/main/docs/api.md
 
 import json
 import time
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from datetime import datetime, timezone
@@ -17,15 +16,13 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, ValidationInfo, model_validator
 from starlette.responses import JSONResponse
 
-from llmc.runtime import Handle
-from llmc.runtime.api.chat import ChatResult, Message
+from llmc.runtime.api.chat import Message
 from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.server.dialects.completions import CompletionRequest
 from llmc.runtime.server.dialects.embeddings import EmbeddingRequest, Rows, compute_vectors
 from llmc.runtime.server.dialects.openai_chat import ChatRequest, ChatTurn, Effort, Function
-from llmc.runtime.server.http.aside import LARGE
 from llmc.runtime.server.http.bodies import ANY, Lenient, Sampled, ignore
-from llmc.runtime.server.http.call import Call, Called, call_of
+from llmc.runtime.server.http.call import LARGE, Call, Called, call_of
 from llmc.runtime.server.http.errors import OLLAMA_ERRORS, ApiError
 from llmc.runtime.server.http.images import MOST_IMAGES
 from llmc.runtime.server.http.streams import EventStream, encode_json, guard_pieces, make_answer
@@ -310,27 +307,36 @@ def encode_line(value: dict[str, Any]) -> bytes:
     return encode_json(value).encode() + b"\n"
 
 
-class OllamaAnswer(ABC):
-    """The answer of a turn in Ollama's dialect."""
+class OllamaTurn(ChatTurn):
+    """A conversation, through the chat template.
 
-    asked: OllamaChat | OllamaPrompt
-    """The body as the client sent it; the turn's own is what it becomes in OpenAI's dialect."""
-    handle: Any
+    ``asked`` is the body as the client sent it, ``body`` what it becomes in OpenAI's dialect.
+    """
+
+    def __init__(self, asked: OllamaChat | OllamaPrompt, body: Any, request: Request) -> None:
+        super().__init__(body, request)
+        self._asked = asked
+
+    async def submit(self, held: AsyncExitStack) -> None:
+        await super().submit(held)
+        self.call.rename_ignored(THINK)
 
     @property
     def streams(self) -> bool:
-        return self.asked.stream
+        return self._asked.stream
 
-    @abstractmethod
-    def texts(self) -> AsyncIterator[tuple[str, str]]:
+    async def texts(self) -> AsyncIterator[tuple[str, str]]:
         """Pieces of text, each with one of thoughts."""
+        async for delta in self.handle.deltas_async():
+            yield delta.content, delta.reasoning
 
-    @abstractmethod
     def message(self, result: Any) -> Message:
         """The whole answer."""
+        message: Message = result.message
+        return message
 
-    def _line(self, *parts: Any, done: bool = False) -> dict[str, Any]:
-        return {**head_of(self.asked), **self.asked.member(*parts), "done": done}
+    def _line(self, *parts: Any) -> dict[str, Any]:
+        return {**head_of(self._asked), **self._asked.member(*parts), "done": False}
 
     async def make_whole(self, result: GenerationResult) -> Response:
         message = self.message(result)
@@ -355,42 +361,21 @@ class OllamaAnswer(ABC):
         yield {**self._line(), **end_of(result, message)}
 
 
-class OllamaChatTurn(OllamaAnswer, ChatTurn):
-    """A conversation, through the chat template."""
-
-    def __init__(self, asked: OllamaChat | OllamaPrompt, body: OllamaRequest, request: Request) -> None:
-        super().__init__(body, request)
-        self.asked = asked
-
-    async def submit(self, held: AsyncExitStack) -> None:
-        await super().submit(held)
-        self.call.rename_ignored(THINK)
-
-    async def texts(self) -> AsyncIterator[tuple[str, str]]:
-        async for delta in self.handle.deltas_async():
-            yield delta.content, delta.reasoning
-
-    def message(self, result: ChatResult) -> Message:
-        return result.message
-
-
-class OllamaPromptTurn(OllamaAnswer, Turn[CompletionRequest, Handle]):
+class OllamaPromptTurn(OllamaTurn):
     """A raw prompt, or the gap between ``prompt`` and ``suffix``."""
 
     RAW = True
-
-    def __init__(self, asked: OllamaPrompt, body: CompletionRequest, request: Request) -> None:
-        super().__init__(body, request)
-        self.asked = asked
+    fit = Turn.fit
 
     async def read(self) -> tuple[list[Any], dict[str, Any]]:
-        return [self.body.prompt], self.body.arguments()
+        body: Any = self.body
+        return [body.prompt], body.arguments()
 
     async def texts(self) -> AsyncIterator[tuple[str, str]]:
         async for delta in self.handle.events_async():
             yield delta.text, ""
 
-    def message(self, result: GenerationResult) -> Message:
+    def message(self, result: Any) -> Message:
         return Message(result.text, finish_reason="length" if result.finish_reason == "length" else "stop")
 
 
@@ -416,7 +401,7 @@ async def answer(body: OllamaChat | OllamaPrompt, request: Request) -> Response:
     call, service = call_of(request.scope), request.app.state.service
     if body.is_empty:
         return await load_or_unload(body, call, service)
-    return await OllamaChatTurn(body, await call.aside(lambda: body.request(call, service)), request).answer()
+    return await OllamaTurn(body, await call.aside(lambda: body.request(call, service)), request).answer()
 
 
 async def load_or_unload(body: OllamaChat | OllamaPrompt, call: Call, service: Service) -> Response:

@@ -26,9 +26,8 @@ from llmc.runtime.server.dialects.openai_chat import (
 )
 from llmc.runtime.server.dialects.response_events import PREFIXES, Event, Output
 from llmc.runtime.server.dialects.tools import AnyTool, Toolbox, ToolChoice, write_name
-from llmc.runtime.server.http.aside import apart
 from llmc.runtime.server.http.bodies import Asked, Body, Other, Verbosity
-from llmc.runtime.server.http.call import Called
+from llmc.runtime.server.http.call import Called, apart
 from llmc.runtime.server.http.errors import ApiError, from_llmc, no_route, rename_place
 from llmc.runtime.server.http.images import DataUrl, decode_base64, make_content
 from llmc.runtime.server.http.streams import event, make_answer, unless_long

@@ -12,8 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmc.errors import printable
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.http.aside import LARGE
-from llmc.runtime.server.http.call import call_of
+from llmc.runtime.server.http.call import LARGE, call_of
 from llmc.runtime.server.http.errors import ApiError, refuse
 
 # Values take some fifty times the bytes of "[]," once Python holds them; no request of the API has nearly as many, but

@@ -1,25 +1,29 @@
-"""All that surrounds the application, in its order, and what uvicorn must be told."""
+"""The guards around the application, in their order, and what uvicorn must be told."""
 
 import logging
 import re
 import secrets
 from typing import Any
+from urllib.parse import urlsplit
 
 import httptools
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode
 
-from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.config import ServerConfig, is_local
 from llmc.runtime.server.http.arrival import Bodies
 from llmc.runtime.server.http.call import call_of
 from llmc.runtime.server.http.errors import ApiError, refuse
 from llmc.runtime.server.http.keys import Keyring
-from llmc.runtime.server.http.origins import Origins, cors
 from llmc.runtime.server.http.rates import Rates
 
+LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+EXPOSED = ("x-request-id", "retry-after", "x-ratelimit-*", "x-llmc-answered-by", "x-llmc-upstream-model")
 ANSWERED_BY = "x-llmc-answered-by"  # where there is an upstream, which may have done so
 MOST_HEADERS = 32 << 10  # bytes, a request's first line included
 IDLE_S = 75  # that a connection may stay open between requests: longer than proxies keep theirs
@@ -32,8 +36,7 @@ _ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 
 
 class Guarded:
-    """An application that only those reach who may, within the limits of the settings.
-    Raises UsageError: the keys' file cannot be used."""
+    """The application behind its guards. Raises UsageError: the file of keys cannot be used."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._unguarded = app
@@ -58,6 +61,82 @@ class Guarded:
         """Read the keys anew; where their file cannot be used, those before stay. Raises UsageError: it cannot."""
         if self._keyring is not None:
             self._keyring.reload()
+
+
+class Origins:
+    """Refuse requests that were sent to another name than the service's, and those of foreign pages where no key tells
+    them from the user's own.
+
+    Any web page can make its visitor's browser send requests to the visitor's own machine. Where no key is asked for,
+    it would be served: under a name of its own that it lets point to 127.0.0.1 (DNS rebinding), or with a form.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self.app = app
+        self._names = host_names(config)
+        self._asks_for_keys = config.keys_file is not None
+        self._allowed = frozenset(config.cors_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._check(Headers(scope=scope))
+        except ApiError as error:
+            return await refuse(scope, receive, send, error)
+        return await self.app(scope, receive, send)
+
+    def _check(self, headers: Headers) -> None:
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if self._names is not None and _name(host) not in self._names:
+            said = f"Host is {host[:100]!r}, expected one of {', '.join(sorted(self._names))}; see allowed_hosts"
+            raise ApiError(400, said, code="unknown_host")
+        if origin is None or self._asks_for_keys:
+            return
+        if origin not in self._allowed and not _same(origin, host):
+            said = f"a page of {origin[:100]!r} sent this, expected this service's own; see cors_origins"
+            raise ApiError(403, said, code="foreign_origin")
+
+
+def host_names(config: ServerConfig) -> frozenset[str] | None:
+    """The names that the service answers to; None: any, as a key, or who may open a socket, decides instead."""
+    if config.allowed_hosts:
+        return None if "*" in config.allowed_hosts else frozenset(map(str.lower, config.allowed_hosts))
+    if config.keys_file or config.unix_socket or not is_local(config.host):
+        return None
+    return frozenset({*LOCAL_NAMES, config.host.lower()})
+
+
+def _name(host: str) -> str | None:
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
+
+
+def _same(origin: str, host: str) -> bool:
+    """True if a page came from this service; a proxy may have added TLS, so that the scheme says nothing."""
+    return origin.partition("://")[2].lower() == host.lower()
+
+
+def cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
+    """Tell browsers of the origins whose pages may read answers; where there are none, tell them nothing."""
+    if not config.cors_origins:
+        return app
+    return _Cors(
+        app,
+        allow_origins=config.cors_origins,
+        allow_methods=("GET", "HEAD", "POST", "DELETE"),
+        allow_headers=("*",),  # the official clients send a dozen of their own
+        allow_private_network=True,  # a page of the web may ask a service at home
+        expose_headers=EXPOSED,
+    )
+
+
+class _Cors(CORSMiddleware):
+    def preflight_response(self, request_headers: Headers) -> Response:
+        answer = super().preflight_response(request_headers)
+        if answer.status_code != 200:  # of another origin
+            del answer.headers["access-control-allow-private-network"]
+        return answer
 
 
 class Keys:

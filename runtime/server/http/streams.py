@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from llmc.errors import LlmcError
-from llmc.runtime.server.http.aside import SHORT, apart, room_beside
+from llmc.runtime.server.http.call import SHORT, apart, room_beside
 from llmc.runtime.server.http.errors import ApiError, from_llmc
 from llmc.strict import escape_line_ends
 

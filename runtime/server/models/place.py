@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from llmc.bundle import Manifest, list_adapters, publication
+from llmc.bundle import list_adapters, publication
 from llmc.errors import BundleError, EngineClosedError, LlmcError, ResourceError, UsageError, format_value, text_of
 from llmc.runtime.loaded import LoadedBundle
 from llmc.runtime.loading import MemoryNeed
@@ -188,22 +188,6 @@ class Place:
     def leaving(self) -> int:
         """Bytes of the plan that are free soon: those of models that are being closed."""
         return sum(loaded.memory for loaded in self.former if loaded.users == 0)
-
-    @property
-    def manifest(self) -> Manifest:
-        """Of the bundle that serves, or would be loaded. Raises BundleError: it is not there any more."""
-        served: LoadedBundle | None = self.current.model if self.current else None
-        return self._loader.read(self.folder) if served is None else served.manifest
-
-    @property
-    def users(self) -> int:
-        """Requests that hold the current model, or are about to."""
-        return self.wanted + (self.current.users if self.current else 0)
-
-    @property
-    def used(self) -> int:
-        """Rises with every use of the current model."""
-        return self.current.used if self.current else 0
 
     def state(self) -> ModelState:
         if self.current is not None:

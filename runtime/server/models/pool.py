@@ -96,7 +96,8 @@ class Pool(Neighbours):
     def manifest(self, name: str) -> Manifest:
         """The manifest of the model that serves under a name, or would be loaded. Loads nothing.
         Raises UsageError: there is no such name; BundleError: the bundle is not there any more."""
-        return self.place(self.base(name)).manifest
+        place, loaded = self.place(self.base(name)), self.models()
+        return loaded[place.name].manifest if place.name in loaded else self._loader.read(place.folder)
 
     def has_template(self, name: str) -> bool:
         """True if the model that serves under a name, or would be loaded, has a chat template."""
@@ -208,8 +209,12 @@ class Pool(Neighbours):
 
     def _evict(self, besides: Place) -> bool:
         """Unload the idle model that was used longest ago; False if all are in use."""
-        others = (place for place in self._places.values() if place.current is not None and place is not besides)
-        idle = choose_idle(others)
-        if idle is not None:
-            idle.retire()
-        return idle is not None
+        idle = {
+            place.current: place
+            for place in self._places.values()
+            if place.current is not None and place.wanted == 0 and place is not besides
+        }
+        oldest = choose_idle(idle)
+        if oldest is not None:
+            idle[oldest].retire()
+        return oldest is not None

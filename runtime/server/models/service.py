@@ -13,8 +13,7 @@ from starlette.requests import Request
 from llmc.errors import QueueFullError, format_value
 from llmc.runtime import Handle, Model
 from llmc.runtime.api.request import MOST_PRIORITY
-from llmc.runtime.server.http.aside import SHORT, room_beside
-from llmc.runtime.server.http.call import Call, Client
+from llmc.runtime.server.http.call import SHORT, Call, Client, room_beside
 from llmc.runtime.server.http.errors import ApiError, name_parameters
 from llmc.runtime.server.models.response_store import ResponseStore
 

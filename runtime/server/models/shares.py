@@ -12,15 +12,10 @@ MB = 1_000_000
 
 
 class Used(Protocol):
-    """A model that requests use."""
+    """A model that ``users`` requests hold; ``used`` rises with every use."""
 
-    @property
-    def users(self) -> int:
-        """Requests that hold it, or wait for it."""
-
-    @property
-    def used(self) -> int:
-        """Rises with every use."""
+    users: int
+    used: int
 
 
 U = TypeVar("U", bound=Used)

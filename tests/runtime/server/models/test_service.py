@@ -9,8 +9,7 @@ import pytest
 
 from llmc.errors import CancelledError, QueueFullError
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.http.aside import SHORT, room_beside
-from llmc.runtime.server.http.call import Bill, Call, Client
+from llmc.runtime.server.http.call import SHORT, Bill, Call, Client, room_beside
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.keys import Key
 from llmc.runtime.server.models.service import Service, Workers
