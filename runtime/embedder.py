@@ -20,9 +20,9 @@ from llmc.runtime.text.tokenizer import Tokenizer
 
 Tokens = Sequence[int]
 Vectors = NDArray[np.float32]
-# Of a vector's length; a vector of zeros stays one.
+# Least length that a vector is divided by; a vector of zeros stays one.
 SHORTEST = 1e-12
-# Times that a document is cut shorter, for what its last characters become as tokens depends on what follows.
+# Times that a document is cut shorter: the tokens of its last characters depend on the text after them.
 MOST_CUTS = 8
 
 
@@ -149,20 +149,20 @@ class Embedder(LoadedBundle):
         return [tokens(prompt, query, document, truncate) for document in documents]
 
     def encode(self, rows: Sequence[Tokens]) -> Vectors:
-        """Results float32 [n, width] of token sequences, in their order; those of like lengths share calls.
+        """Results float32 [n, width] of token sequences, in their order. Sequences of like lengths share calls.
         Raises NonFiniteError: the model computed NaN or infinite values."""
-        found = np.empty((len(rows), self.width), np.float32)
+        results = np.empty((len(rows), self.width), np.float32)
         for group in self._groups(rows):
             longest = len(rows[group[0]])
             ids = np.zeros((len(group), longest), np.int64)
             for row, place in zip(ids, group, strict=True):
                 row[: len(rows[place])] = rows[place]
             lengths = np.array([len(rows[place]) for place in group], np.int64)
-            with self._lock:  # of each call the engine's memory is planned for
-                found[group] = self._session.run(input_ids=ids, lengths=lengths).reshape(len(group), self.width)
-        if not np.isfinite(found).all():
+            with self._lock:  # memory is planned for one call at a time
+                results[group] = self._session.run(input_ids=ids, lengths=lengths).reshape(len(group), self.width)
+        if not np.isfinite(results).all():
             raise NonFiniteError("the model's results hold NaN or infinite values; run: llmc verify BUNDLE")
-        return found
+        return results
 
     def _groups(self, rows: Sequence[Tokens]) -> Iterator[list[int]]:
         order = sorted(range(len(rows)), key=lambda place: -len(rows[place]))

@@ -36,7 +36,7 @@ REQUEST_FIELDS = {field.name for field in fields(Request)} - {"prompt", "params"
 
 
 def template_variables(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Variables of a chat template: those that arguments of their own give are not among them."""
+    """Check chat_template_kwargs; names with an argument of their own are refused."""
     own = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
     own |= {"disguise", "self", "template", "write"}
     if given is None:
@@ -271,8 +271,8 @@ class Generator(LoadedBundle):
         variables = {"tools": tools, "documents": documents, **template_variables(chat_template_kwargs)}
         begins = add_generation_prompt and not continue_final_message
         write = writer(self.options.tool_format if tool_format is None else tool_format)
-        told = {"continue_final_message": continue_final_message, "write": write, **variables}
-        return self._chat_prompt(messages, parse_special, on_overflow, begins, **told)[1]
+        variables |= {"continue_final_message": continue_final_message, "write": write}
+        return self._chat_prompt(messages, parse_special, on_overflow, begins, **variables)[1]
 
     def _chat_prompt(
         self,
@@ -336,9 +336,7 @@ class Generator(LoadedBundle):
         own = {name: arguments.pop(name) for name in REQUEST_FIELDS & arguments.keys()}
         if suffix is not None:
             if arguments.get("on_overflow") not in (None, "refuse"):
-                raise UsageError(
-                    "on_overflow", "is given beside suffix, of which nothing may be dropped", "leave it out"
-                )
+                raise UsageError("on_overflow", "is given with suffix, which drops no text", "leave it out")
             special = own.pop("add_special_tokens", True)
             prompt, ends = self.tokenizer.encode_gap(prompt, suffix, self.engine.max_context, special)
             arguments["stop_token_ids"] = [*(arguments.get("stop_token_ids") or ()), *ends]
@@ -347,7 +345,7 @@ class Generator(LoadedBundle):
             encode = partial(encoded, add_special_tokens=own.pop("add_special_tokens", True))
             overflow = arguments.get("on_overflow")
             prompt = text_tokens(self.tokenizer, prompt, encode, self.engine.max_context, overflow)
-        if arguments.get("max_tokens") is None:  # nobody asked for more than fits
+        if arguments.get("max_tokens") is None:  # as many as fit
             room = self.engine.max_context - (len(prompt) if isinstance(prompt, Sized) else 0)
             arguments["max_tokens"] = max(1, min(self.options.default_max_tokens, room))
         return Request(prompt, SamplingParams.from_defaults(self.manifest.generation, **arguments), **own)

@@ -89,21 +89,20 @@ def load(
         bundle: the folder that ``llmc build`` wrote.
         kind: the class of the result: :class:`llmc.runtime.Generator` (default), :class:`llmc.runtime.Embedder` for an
             embedding model or a reranker, or :class:`llmc.runtime.LoadedBundle` for either.
-        threads: threads for the model; default: the affinity mask, cut by the cgroup's CPU quota.
+        threads: threads of the model; default: the affinity mask, at most the cgroup's CPU quota.
         max_context: longest sequence in tokens; default and upper bound: what the bundle was built for.
-        prefill_chunk: prompt tokens per call; default and upper bound: what memory was planned for.
-        self_test: replay golden prompts first; default: the shortest of them, the first time that this machine loads
-            this bundle with this engine, as far as the cache remembers.
-        verify: hash every file before it is used; default: 64 MiB of each file, the first time that this machine loads
-            these files, unless ``self_test`` is False; False: none.
-        memory: bytes that this process may take, in which the whole of ``max_context`` must fit; without a
-            ``max_context`` it is lowered to what fits, with a warning. Default: what is available, checked as the cache
-            grows.
-        emulate: run the graph of a bundle for a GPU on the CPU: slow, to check it where there is no such GPU.
-        device: the number of the GPU, of those that are visible, that a bundle for GPUs runs on.
-        adapters: folders that ``llmc adapter add`` wrote, by the names that requests give; default: the bundle's own.
-        stages: opens the stages before the last of a model in stages; default: in this process. Its ``exact`` says
-            that float32 is to go over the wire: at ``batch`` and ``strict``, and of experts, which have neither.
+        prefill_chunk: prompt tokens per call; default and upper bound: what the bundle was built for.
+        self_test: True replays all golden prompts, False none; default: the shortest one, the first time that this
+            machine loads this bundle with this engine.
+        verify: True hashes every file, False none; default: 64 MiB of each file, the first time that this machine loads
+            these files, unless ``self_test`` is False.
+        memory: bytes that this process may take. ``max_context`` must fit into them; if it is not given, it is lowered
+            to what fits, with a warning. Default: what is available, checked as the cache grows.
+        emulate: run the graph of a bundle for a GPU on the CPU: slow, to check it without the GPU.
+        device: number of the GPU among the visible ones.
+        adapters: folders that ``llmc adapter add`` wrote, by name; default: the bundle's own.
+        stages: a function that opens the stages before the last one of a model in stages; default: in this process.
+            ``exact`` asks it for float32 on the wire: at ``batch`` and ``strict``, and for experts.
         options: fields of :class:`llmc.runtime.api.options.EngineOptions`.
 
     Raises:
@@ -210,7 +209,7 @@ def verify(
     progress: Callable[[str], None] = lambda step: None,
 ) -> VerifyReport:
     """Hash every file, load the bundle and replay its golden prompts; with ``emulate`` a GPU's graph on the CPU. Stages
-    are verified alone, and then all together.
+    are verified one by one, and then together.
 
     Raises:
         BundleError: a file is corrupt, or results differ beyond the manifest's tolerance.
@@ -305,7 +304,7 @@ def memory_need(manifest: Manifest, options: Mapping[str, Any]) -> MemoryNeed:
 
 
 def default_memory() -> int:
-    """Bytes that this process may take where nobody says how many: what it holds already, and what there is."""
+    """Bytes that this process may take by default: what it holds already, and what is available."""
     return available_memory() + resident_bytes()[0]
 
 

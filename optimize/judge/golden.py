@@ -100,7 +100,7 @@ def run_golden_prompts(model: Generator, export: Path, progress: Progress = sile
 
 def run_long_prompt(model: Generator) -> tuple[GoldenPrompt, ...]:
     """A golden prompt of :data:`LONG_PROMPT` tokens, or as many as the context allows, and its answer in single steps;
-    none where others are as long. It is not compared with the unquantized model: quality is the other prompts'."""
+    nothing if other prompts are as long. Quality is measured on the other prompts only."""
     runner, length = model.runner, min(LONG_PROMPT, model.runner.max_context - LONG_STEPS)
     if length <= PROMPT_TOKENS:
         return ()
@@ -125,14 +125,14 @@ def greedy_answers(model: Generator) -> list[Answered]:
 
 
 def list_fed(answered: Sequence[Answered], diffusion: Diffusion | None) -> list[list[int]]:
-    """The tokens to feed for the logits of each answer, the last of which has none to compare; of a diffusion model,
-    whose answers have no order, the prompts."""
+    """Tokens to feed for the logits of each answer: prompt and answer without its last token; for a diffusion model,
+    whose answers have no order, the prompt."""
     return [[*prompt, *([] if diffusion else answer[:-1])] for prompt, answer in answered]
 
 
 def find_targets(ids: Sequence[int] | Ids, fed: Sequence[int] | Ids, diffusion: Diffusion | None) -> tuple[Ids, Ids]:
-    """Rows of the logits of ``fed`` that predict tokens of a text ``ids``, and these: each the next one, or those for
-    which a diffusion model saw masks."""
+    """Rows of the logits of ``fed`` that predict tokens of a text ``ids``, and these tokens: the next token of each
+    row, or the masked tokens of a diffusion model."""
     if diffusion is None:
         return np.arange(len(ids) - 1), np.array(ids[1:], np.int64)
     masked = np.flatnonzero(np.array(fed) == diffusion.mask_token_id)
@@ -173,8 +173,8 @@ def prompt_ids(model: LoadedBundle) -> list[list[int]]:
 
 
 def _other_calls(model: Generator, prompt: list[int], graph: Phase) -> Iterator[Float]:
-    """Logits [V] after the prompt by calls that an engine may make of a graph in place of the recorded ones: in pieces,
-    and with the last token beside another row's."""
+    """Logits [V] after the prompt by other calls that an engine may make: in pieces, and with the last token beside
+    another row's."""
     runner, last = model.runner, len(prompt) - 1
     if model.manifest.geometry.diffusion:
         return
@@ -184,8 +184,8 @@ def _other_calls(model: Generator, prompt: list[int], graph: Phase) -> Iterator[
     runner.session.cache.grow(2, len(prompt), runner.max_context)
     ids, past, none = np.array([prompt], np.int64), np.zeros(1, np.int64), np.zeros((1, 0), np.int64)
     for row in (0, 1) if last else ():
-        runner.session.run(Batch(graph, ids[:, :last], past, none, row))
-    both = Batch(graph, np.repeat(ids[:, last:], 2, axis=0), np.full(2, last), np.zeros((2, 1), np.int64))
+        runner.session.run(Batch.of(graph, ids[:, :last], past, none, row))
+    both = Batch.of(graph, np.repeat(ids[:, last:], 2, axis=0), np.full(2, last), np.zeros((2, 1), np.int64))
     yield runner.session.run(both)[0, 0].copy()
 
 

@@ -1,5 +1,5 @@
-"""The golden prompts of a finished bundle, replayed in a process of its own: what was recorded must hold where nothing
-is left of the process that recorded it, or the machine that built a bundle would be the first to refuse it."""
+"""Replay the golden prompts of a finished bundle in a fresh process: a bundle that its own machine would refuse is not
+published."""
 
 import json
 import logging

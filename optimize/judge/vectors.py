@@ -1,5 +1,5 @@
-"""The golden self-test of a model that embeds or ranks: each text alone, and the difference to a call with all
-texts; and that of a tower: one made-up image."""
+"""Golden self-tests of models that embed or rank (each text alone, and its difference to a call with all texts), and of
+vision towers (one made-up image)."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -62,14 +62,14 @@ def _check_finite(model: LoadedBundle, vectors: Iterable[Float]) -> None:
         )
 
 
-def _similarity(found: Float, wanted: Float) -> Similarity:
-    cosines = np.sum(found * wanted, axis=1) / np.maximum(
-        np.linalg.norm(found, axis=1) * np.linalg.norm(wanted, axis=1), np.finfo(np.float32).tiny
+def _similarity(vectors: Float, wanted: Float) -> Similarity:
+    cosines = np.sum(vectors * wanted, axis=1) / np.maximum(
+        np.linalg.norm(vectors, axis=1) * np.linalg.norm(wanted, axis=1), np.finfo(np.float32).tiny
     )
-    is_vector = found.shape[1] > 1
+    is_vector = vectors.shape[1] > 1
     return Similarity(
-        texts=len(found),
+        texts=len(vectors),
         mean=float(cosines.mean()) if is_vector else None,
         smallest=float(cosines.min()) if is_vector else None,
-        largest_difference=float(np.abs(found - wanted).max()),
+        largest_difference=float(np.abs(vectors - wanted).max()),
     )

@@ -1,4 +1,4 @@
-"""Many requests at once: one thread that works, and any number of threads that ask."""
+"""Many requests at once: one thread computes for any number of threads that ask."""
 
 import logging
 import math
@@ -41,12 +41,12 @@ class Engine:
     """Serve requests on a loaded model; :func:`llmc.runtime.load` makes one.
 
     :meth:`submit` may be called from any thread or event loop. The engine's own thread, which starts with the first
-    request, does everything else, one :meth:`step` at a time. A request's own functions run on that thread and its
-    helpers; where one fails, its request fails. A session call that fails ends the requests that shared it; a lost GPU
-    ends them all.
+    request, does everything else, one :meth:`step` at a time. Functions that came with a request run on that thread and
+    its helpers; an error in one fails its request. A failed call of the session fails the requests that shared it; a
+    lost GPU fails all.
 
     Args:
-        session: the loaded graphs and their cache; nobody else may use it while requests run.
+        session: the loaded graphs and their cache; used by nothing else while requests run.
         manifest, tokenizer: of the same bundle.
         max_context: longest branch, prompt and new tokens together.
         prefill_chunk: prompt tokens per call.
@@ -106,7 +106,7 @@ class Engine:
         self._inputs = InputProcessor(manifest, tokenizer, self.max_context, max_rows, self.adapters, speculate)
         self._outputs = OutputProcessor(self._scheduler, self._guard, self._forget)
         self._closeable = [part for part in (store, drafter) if part is not None]
-        self._requests: dict[int, RequestState] = {}  # that did not end yet, in the order in which they came
+        self._requests: dict[int, RequestState] = {}  # all that have not ended, in the order of arrival
         self._thread = EngineThread(
             self.step,
             is_busy=self._is_busy,
@@ -115,8 +115,8 @@ class Engine:
             give_up=self._give_up,
             free=self._free,
         )
-        self._first_deadline = math.inf  # of these, or of some that ended before theirs
-        self._arriving = 0  # requests accepted, and not seen by the engine's thread yet
+        self._first_deadline = math.inf  # no request has an earlier one
+        self._arriving = 0  # accepted requests that the engine's thread has not seen yet
         self.metrics.read_gauges = self._gauges
 
     # ------------------------------------------------------------------------------------------ any thread
@@ -280,7 +280,7 @@ class Engine:
         return sum(request.timeline.admitted is None for request in list(self._requests.values()))
 
     def _gauges(self) -> Gauges:
-        """Gauges as things are; between two steps, if these run meanwhile, as they just were."""
+        """Gauges of this moment, or of the last one between two steps."""
         return Gauges(
             waiting=self._count_unserved(),
             running=sum(bool(request.group.branches) for request in list(self._requests.values())),
@@ -312,13 +312,13 @@ class Engine:
             self._outputs.close(request, _OUTCOMES.get(type(error), "error"), error=error)
 
     def _fail_all(self, error: BaseException, holders: Sequence[RequestState] | None = None) -> None:
-        """End all requests, or those that held rows which nobody holds any more."""
+        """End all requests, or only ``holders``, whose rows were freed."""
         for request in [*self._requests.values()] if holders is None else holders:
             with suppress(Exception):
                 self._fail(request, error)
 
     def _recover(self, error: BaseException) -> None:
-        """After a step that failed as a whole, fail those who held rows; all requests, if more than rows suffered."""
+        """After a step that failed as a whole, fail the requests that held rows; all requests, if more was lost."""
         with suppress(Exception):  # a handler of the log may be what failed
             log.error("the engine failed in a step; the requests that it had fail", exc_info=error)
         torn = isinstance(error, TornError)
@@ -329,7 +329,7 @@ class Engine:
         self._fail_all(name_error(reason), holders if torn else None)
 
     def _give_up(self, error: BaseException) -> None:
-        """End all requests whatever the thread was in the middle of, so that nobody waits for it."""
+        """End all requests for their clients, whatever state the engine is in."""
         for request in [*self._requests.values()]:
             request.collector.end(None, name_error(error))
 
@@ -342,7 +342,7 @@ class Engine:
 
 
 def is_fatal(error: BaseException) -> bool:
-    """True for an error that concerns everyone who holds a row."""
+    """True for an error that concerns all rows."""
     return isinstance(error, TornError) or is_lost(error)
 
 

@@ -1,4 +1,4 @@
-"""From logits to what clients get: tokens drawn and committed, requests that end, their ranking and their result."""
+"""From logits to results: draw tokens, commit them, end requests and rank their outputs."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -19,10 +19,11 @@ log = logging.getLogger(__name__)
 
 
 class OutputProcessor:
-    """Draw tokens, hand them to their requests, and end these.
+    """Draw tokens, hand them to their requests, and end requests.
 
-    ``guarded`` is a context in which an error ends one request alone; ``ended`` is told the number of a request that is
-    done, from any thread.
+    Args:
+        guarded: a context in which an error ends one request alone.
+        ended: called with the number of a request that is done, from any thread.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class OutputProcessor:
                     self._end(request)
 
     def _end(self, request: RequestState) -> None:
-        """All is drawn. Comparing samples with one another may take long, so that is left to another thread."""
+        """End a request whose tokens are drawn. Comparing its samples may take long, so another thread does it."""
         if request.params.consensus is not None:
             request.comparing = True
             threads.start(partial(self._compare, request), "llmc-comparing")
@@ -92,11 +93,11 @@ class OutputProcessor:
         result: Callable[[], GenerationResult] | None = None,
         error: BaseException | None = None,
     ) -> None:
-        """Tell the client, and leave a line in the log, which costs nothing where nobody wants it."""
+        """Tell the client, and write a line to the log."""
         request.timeline.finish(reason)
         # A kept traceback would keep everything that its frames saw; a failure inside still has it, in its cause.
         request.collector.end(result() if result else None, None if error is None else error.with_traceback(None))
-        request.adapter = None  # its place is free once nobody uses it
-        with suppress(Exception):  # what an application hangs on the log is not the engine's trouble
+        request.adapter = None  # its place is free after the last request
+        with suppress(Exception):  # a handler of the application's may fail
             if log.isEnabledFor(logging.INFO):
                 event(log, "request ended", **vars(request.timeline.metrics()))

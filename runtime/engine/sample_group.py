@@ -1,4 +1,4 @@
-"""Samples of one request, drawn side by side, and which of them come back in which order."""
+"""Samples of one request, drawn side by side, and their ranking."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,9 +19,10 @@ from llmc.runtime.text.detokenizer import TextStream
 class Sample(Branch):
     """A branch whose tokens are chosen one by one, and streamed as text.
 
-    ``ends`` are tokens that end it, each with the reason to tell; ``guide`` ends it where nothing more is allowed, and
-    ``speculate`` makes its speculator by key and scope. ``tokens`` are prompt and new ones; ``context`` is the same
-    list until the window slides.
+    Args:
+        ends: tokens that end it, each with the reason to tell.
+        guide: ends it where no token is allowed.
+        speculate: makes its speculator by key.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Sample(Branch):
     ) -> None:
         super().__init__(group, list(group.request.prompt))
         self.index = index
-        self.tokens = self.context
+        self.tokens = self.context  # prompt and new tokens; the context is the same list until it slides
         self.sampler = sampler
         self.finish_reason: FinishReason | None = None
         self._stop_reason: str | int | None = None
@@ -46,7 +47,7 @@ class Sample(Branch):
         self._guide = guide
         self.speculates = speculate is not None
         self._speculator = None if speculate is None else speculate(self.key)
-        self._rows = 1  # of the step that it was asked for drafts for
+        self._rows = 1  # of the step that the last drafts were for
         self._logprobs: list[TokenLogprobs] = []
 
     @property
@@ -162,13 +163,13 @@ class Sample(Branch):
 
 
 class SampleGroup(BranchGroup[Sample]):
-    """The samples of one request: the first is fed the prompt, the others fork from whoever still holds it."""
+    """The samples of one request: the first feeds the prompt, the others fork from a row that holds it."""
 
     def __init__(self, request: RequestState, make: Callable[["SampleGroup", int], Sample]) -> None:
         super().__init__(request)
         self.draws = request.params.best_of or request.params.n
         self._make = make
-        self._finished: list[Output] = []  # and not the samples, of which each has the prompt, a sampler, a guide
+        self._finished: list[Output] = []  # samples would keep the prompt, a sampler and a guide each
         self._first_logits: Logits | None = None
 
     @property

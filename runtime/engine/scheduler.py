@@ -16,8 +16,8 @@ from llmc.runtime.kv.prefix_cache import PrefixCache
 from llmc.runtime.kv.rows import Rows
 from llmc.runtime.runner.model_runner import ModelRunner
 
-# What a step of priority is worth: a request overtakes those with a priority one worse that came at most so many
-# requests before it. Finite, so that nobody waits for ever.
+# A request overtakes requests of the next worse priority that came at most so many requests before it. Finite, so that
+# no request waits for ever.
 ARRIVALS_PER_PRIORITY = 64
 # Save recurrent states every STATES_EVERY prompt tokens, and once PROMPT_END tokens before the prompt's end, since the
 # next chat turn may change the last few.
@@ -91,10 +91,13 @@ class ChunkedPrefill:
 
 
 class Scheduler:
-    """Decides who gets a row, which prompt is fed next and who decodes; it sees no logits.
+    """Decides which branch gets a row, which prompt is fed next and which branches decode; it sees no logits.
 
-    Rows are packed: branches that decode first, then those whose prompt is being fed. ``plan`` is of the memory that
-    the cache lies in, and ``guarded`` a context in which an error ends one request alone.
+    Rows are packed: first the branches that decode, then the branches whose prompt is being fed.
+
+    Args:
+        plan: of the memory that the cache lies in.
+        guarded: a context in which an error ends one request alone.
     """
 
     def __init__(
@@ -218,7 +221,7 @@ class Scheduler:
             branch.stop = end - end % self._prefixes.block
 
     def _find_donor(self, branch: Branch, length: int) -> Branch | None:
-        """A branch whose prompt begins with the same tokens, and whose row has them: rows may share their memory."""
+        """A branch whose row begins with the same tokens: rows may share their memory."""
 
         def gives(other: Branch) -> bool:
             has = other.holds_prompt and length <= len(other.request.prompt) and self._rows.can_fork(other, length)
@@ -230,8 +233,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------ steps
 
     def next_prefill(self) -> list[Branch]:
-        """The branches to feed now: one not yet begun with those that share its call, or the oldest if a further chunk
-        is due."""
+        """The branches to feed now: new ones that share a call, or the oldest one if its next chunk is due."""
         feeding = self._rows.held[self._rows.decoding :]
         if not feeding:
             return []
@@ -281,25 +283,25 @@ class Scheduler:
     def note_decoded(self, outputs: Iterable[SamplerOutput[Any]]) -> None:
         """The step's calls were made, and gave these outputs."""
         self._chunks.note_decoded(time.perf_counter() - self._begun)
-        for output in outputs:  # all of them before anyone leaves: whoever leaves has rows moved
+        for output in outputs:  # all of them before any branch leaves, which moves rows
             output.branch.cached += output.tokens
             self._let_go(output.branch)
             if self._remembers:
                 self._copy_states(output.branch)
 
     def _slide(self, branch: Branch) -> None:
-        """The context is full: go on with its start and its recent half, fed anew."""
+        """Feed the start and the recent half of a full context anew."""
         branch.request.truncated_tokens += branch.slide(self.max_context // 2)
         branch.request.timeline.overflow()
         branch.long = self._is_long(branch)
         self._rows.demote(branch)
 
     def _is_long(self, branch: Branch) -> bool:
-        """True if its text has other factors of ropes than short ones."""
+        """True if its text takes the rope factors of long texts."""
         return 0 < self._long_after < branch.text_length
 
     def _switch(self, branch: Branch) -> None:
-        """The text has outgrown the factors of short ones: feed all of it anew, as transformers does."""
+        """Feed a text anew that became long for its rope factors, as transformers does."""
         if self._remembers:
             self.keep_prefix(branch, branch.cached)
         branch.begin_anew()
@@ -333,9 +335,8 @@ class Scheduler:
         branch.close()
 
     def hand_on(self, branch: Branch) -> bool:
-        """Give the row of a branch that ends to the next of its group, if that is next in the queue and the row can
-        go back to the prompt, which would have to be fed anew otherwise.
-        """
+        """Give the row of a branch that ends to the next branch of its group, which then need not feed the prompt: if
+        that one is next in the queue and the row can go back to the prompt's end."""
         group, length = branch.group, len(branch.request.prompt)
         waiting = self._queue.peek()
         if waiting is None or waiting[0] is not group or not branch.holds_prompt:
@@ -357,7 +358,7 @@ class Scheduler:
         states = None
         if not self._cache.can_rewind:
             length, states = branch.states
-            if length > len(branch.context):  # drafts that nobody has drawn yet, or that stood behind a stop
+            if length > len(branch.context):  # it counts drafts that were not committed yet, or came after the end
                 return
         if self._prefixes is not None and length >= self._prefixes.block:
             read = partial(self._cache.read_blocks, branch.row, self._prefixes.block)
@@ -365,10 +366,8 @@ class Scheduler:
             self._prefixes.insert(branch.names[:length], read, branch.prefix_names, whole_from, states)
 
     def _copy_states(self, branch: Branch) -> None:
-        """Copy the states of a row that is at the border of a block; now and then the prefix cache keeps them at once.
-
-        They cannot be had later, and a prefix is of use only with them.
-        """
+        """Copy the states of a row at the border of a block: a prefix is of use only with the states at its end. The
+        prefix cache keeps them every :data:`STATES_EVERY` tokens."""
         if self._prefixes is None or self._cache.can_rewind or branch.row < 0:
             return
         before, length = branch.states[0], branch.cached
@@ -378,7 +377,7 @@ class Scheduler:
                 self.keep_prefix(branch, length)
 
     def _let_go(self, branch: Branch) -> None:
-        """Free what windows have passed; the prefix cache has the last chance to keep it."""
+        """Free positions that windows have passed, after the prefix cache kept them."""
         if branch.row < 0 or not self._cache.is_overdue(branch.row, branch.cached):
             return
         length, prompt = branch.cached, branch.request.prompt
@@ -405,5 +404,5 @@ class Scheduler:
 
 
 def _is_new(branch: Branch) -> bool:
-    """True for a prompt of which nothing was fed, and whose last token's logits are enough."""
+    """True if nothing of its prompt was fed, and only the last token's logits are wanted."""
     return not (branch.begun or branch.wants_every_logit)

@@ -85,9 +85,9 @@ class Layout:
 class KVCache(ABC):
     """Keys, values and states of the tokens before: ``rows`` times ``capacity`` positions.
 
-    A state holds what a row came to after its last token: such a row goes on from there or begins anew, and is copied,
-    read and written as a whole. Where memory can be given back in pieces, :meth:`let_go` gives back what windows have
-    passed; a row then goes on after one of the last :data:`BACK` positions before, or begins anew.
+    A row with a state goes on after its last token or begins anew, and is copied, read and written as a whole. Where
+    memory can be given back in pieces, :meth:`let_go` frees positions that windows have passed; the row then goes on
+    after one of the :data:`BACK` positions before, or begins anew.
 
     Rows, positions and contents that do not fit raise UsageError, a lack of memory ResourceError, the GPU GpuError.
 
@@ -142,7 +142,7 @@ class KVCache(ABC):
         return np.dtype(np.float32) if tensor.kind == "state" else self.dtype
 
     def grow(self, rows: int, positions: int, most: int) -> None:
-        """Make room for ``rows`` rows of ``positions`` in steps, the last of which ends at ``most``."""
+        """Make room for ``rows`` rows of ``positions``, rounded up (:func:`next_capacity`) to at most ``most``."""
         if rows > self.rows or positions > self.capacity:
             self.reserve(rows, next_capacity(positions, most))
 
@@ -272,7 +272,7 @@ class KVCache(ABC):
         self._note_written(target, end)
 
     def swap(self, one: int, its_end: int, other: int, others_end: int) -> None:
-        """Exchange two rows, of each of which so many positions count."""
+        """Exchange two rows, up to the end of each."""
         for row, end in ((one, its_end), (other, others_end)):
             self._check_range(row, 0, end)
             self._check_resumable(row, end)

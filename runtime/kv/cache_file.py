@@ -4,8 +4,8 @@ The digest is BLAKE2b (RFC 7693, https://www.rfc-editor.org/rfc/rfc7693) of key,
 is named by its chain hash, the digest of its parent's chain hash and its own tokens: equal names mean equal tokens from
 the first one on.
 
-Digests show damage, not who computed the values: whoever writes a file also writes its digests. So a file is believed
-only if nobody but this user and the administrator can have written it.
+Digests show damage, not who computed the values. So a file is used only if this user or the administrator owns it and
+no other user can write it.
 """
 
 import io
@@ -62,10 +62,8 @@ class UnreadableError(Exception):
 
 
 def write_block(path: Path, root: bytes, chain: bytes, block: NDArray[Any]) -> None:
-    """Write a file beside its place and rename it: whoever looks sees nothing or all of it.
-
-    It is not synced: what a crash leaves of it shows as damage.
-    """
+    """Write a file under another name and rename it, so that readers see nothing or all of it. It is not synced: a
+    file cut by a crash shows as damage."""
     values, head = np.ascontiguousarray(block), io.BytesIO()
     npy.write_array_header_1_0(head, npy.header_data_from_array_1_0(values))
     raw = values.reshape(-1).view(np.uint8).data
@@ -95,15 +93,15 @@ def read_block(path: Path, root: bytes, chain: bytes, max_bytes: int) -> NDArray
 def check_owner(status: os.stat_result) -> None:
     """Raise UnreadableError for what belongs to, or may be written by, others than this user and the administrator."""
     if status.st_uid not in (os.geteuid(), 0):
-        said = f"it belongs to user {status.st_uid}, expected {os.geteuid()}, who runs this"
-        raise UnreadableError(said, damaged=False)
+        reason = f"it belongs to user {status.st_uid}, expected {os.geteuid()}, who runs this"
+        raise UnreadableError(reason, damaged=False)
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        said = f"its mode {stat.S_IMODE(status.st_mode):03o} lets others write it, expected 600"
-        raise UnreadableError(said, damaged=False)
+        reason = f"its mode {stat.S_IMODE(status.st_mode):03o} lets others write it, expected 600"
+        raise UnreadableError(reason, damaged=False)
 
 
 def _digest(*parts: bytes | memoryview) -> bytes:
-    found = blake2b(digest_size=DIGEST_BYTES)
+    digest = blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
-        found.update(part)
-    return found.digest()
+        digest.update(part)
+    return digest.digest()

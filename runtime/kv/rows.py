@@ -5,6 +5,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llmc.runtime.kv.cache import KVCache
 from llmc.runtime.vision.rows import ImageRows
 
@@ -19,8 +22,8 @@ class Window:
 
     start: int  # position of the first token
     tokens: list[int]
-    seen: int  # positions from the row's first on that all tokens see
     outputs: list[int]  # indices of the tokens whose logits are wanted
+    feeds: dict[str, NDArray[Any]]  # further inputs by name
 
 
 @dataclass(eq=False)
@@ -56,13 +59,18 @@ class Slot:
         """Tokens of its text, by which ropes switch."""
         return len(self.context)
 
+    def feeds(self, start: int, end: int) -> dict[str, NDArray[Any]]:
+        """Inputs that it brings to a call of its tokens ``start`` ... ``end - 1``, by name, of one row each."""
+        images = {} if self.images is None else self.images.feeds(start, end)
+        return {"text_lengths": np.array([self.text_length]), **images}
+
 
 _S = TypeVar("_S", bound=Slot)
 
 
 class Rows(Generic[_S]):
-    """Rows of the cache, packed: sequences that decode first, so that one call serves them all, then those whose prompt
-    is being fed. Whoever leaves a gap is followed by the last one, whose positions are copied."""
+    """Rows of the cache, packed: first the sequences that decode, so that one call serves them all, then those whose
+    prompt is being fed. A row that becomes free is filled with the positions of the last one."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -131,7 +139,7 @@ class Rows(Generic[_S]):
         self._cache.release(len(self._order))
 
     def hand_on(self, slot: _S, heir: _S, cached: int) -> None:
-        """Give the row of ``slot`` to ``heir``, who keeps its first ``cached`` positions."""
+        """Give the row of ``slot`` to ``heir``, with its first ``cached`` positions."""
         assert cached <= slot.cached and self.can_fork(slot, cached)
         self._order[slot.row] = heir
         heir.row, slot.row, heir.cached = slot.row, -1, cached
@@ -143,7 +151,7 @@ class Rows(Generic[_S]):
         self._decoding = 0
 
     def _move(self, source: int, target: int) -> int:
-        """Put who is at ``source`` to ``target``, and say which row that leaves free."""
+        """Move the row ``source`` to ``target``; return the row that is free then."""
         if source != target:
             slot = self._order[source]
             with moving():
@@ -164,7 +172,7 @@ class Rows(Generic[_S]):
 
 @contextmanager
 def moving() -> Iterator[None]:
-    """Turn any error into a TornError: one sequence's positions may lie in another one's row."""
+    """Turn any error into a TornError, after which positions may lie in the wrong row."""
     try:
         yield
     except TornError:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from llmc.bundle import Manifest
+from llmc.bundle.contract import BROUGHT, INPUTS
 from llmc.bundle.model.diffusion import MOST_MASKS
 from llmc.runtime.api.options import Determinism, in_pairs
 from llmc.runtime.kv.rows import Rows, Slot, Window
@@ -25,11 +26,10 @@ from llmc.runtime.runner.ahead import StepsAhead
 from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.runner.prefill import Floats, list_sharing, make_shared_batch, prefill
 from llmc.runtime.sessions import Batch, Phase, Session
-from llmc.runtime.vision.rows import place_rows
 
-# From so many tokens in a call the W8A8 graph of prefill replaces the weight-only graph of decode, by the bits
-# of the latter. The figures are fixed, so that a request gives the same tokens tomorrow. One thread's time is the same
-# on both between 3 and 4 tokens (int8) and 5 and 6 (int4); with more threads the many small nodes of W8A8 count more.
+# From so many tokens in a call the W8A8 graph of prefill replaces the weight-only graph of decode, by the precision of
+# the latter. The figures are fixed, so that a request gives the same tokens tomorrow. One thread takes the same time on
+# both between 3 and 4 tokens (int8) and 5 and 6 (int4); with more threads the many small nodes of W8A8 count more.
 PREFILL_GRAPH_FROM = {"int8": 5, "int4": 6}
 NEVER = 1 << 30
 # Tokens per call where every position's logits are asked for: 32 x 152k float32 are 20 MB.
@@ -104,6 +104,7 @@ class ModelRunner:
         self._policy = Policy.of(level, session, manifest, max_rows)
         self._has_states = manifest.geometry.has_states
         self.long_after = manifest.geometry.long_after
+        self._asks_more = any(it.when(manifest.geometry) for it in INPUTS.values() if it not in BROUGHT)
         self._gives_last_rows = manifest.geometry.shares
         self._strict = level is Determinism.STRICT
         self._last = _zeros(0, Phase.DECODE, 0)  # step without drafts
@@ -170,7 +171,7 @@ class ModelRunner:
             return self._verify(call[0], call[0].drafts)[None]
         if self._policy.row_by_row:
             return self._one_by_one(call)
-        return self._run(_complete(self._step(call, self.phase(len(call))), call), call)
+        return self._run(self._step(call, self.phase(len(call))), call)
 
     def _begin(self, group: Sequence[Slot], rows: int) -> Batch:
         self._last = _zeros(0, Phase.DECODE, 0)  # another's are under way
@@ -190,16 +191,19 @@ class ModelRunner:
             neighbour = self._rows.at(call[-1].row + 1)
             lengths[-1] = 0 if neighbour is None else neighbour.cached
             if self._has_states:  # which stay as they are
-                return replace(last, new_lengths=np.array([1] * len(call) + [0], np.int64))
-        return self._name_texts(last, call)
+                last = last.feed(new_lengths=np.array([1] * len(call) + [0], np.int64))
+        return self._complete(last, call)
 
-    def _name_texts(self, batch: Batch, call: Sequence[Slot]) -> Batch:
-        """Say how long the text of each row is, and of any other that one comes with, where ropes switch by that."""
-        if not self.long_after:
-            return batch
-        lengths = [slot.text_length for slot in call]
-        lengths += [1] * (len(batch.input_ids) - len(lengths))
-        return replace(batch, text_lengths=np.array(lengths, np.int64))
+    def _complete(self, call: Batch, slots: Sequence[Slot]) -> Batch:
+        """A call with the inputs and the adapters that its first rows bring; rows behind these are dummies."""
+        if self._asks_more:
+            starts, tokens = call.past_lengths.tolist(), call.input_ids.shape[1]
+            pairs = zip(slots, starts, strict=False)
+            call = call.feed_rows([slot.feeds(start, start + tokens) for slot, start in pairs])
+        adapters = [slot.adapter for slot in slots]
+        if not any(adapters):
+            return call
+        return replace(call, adapters=(*adapters, *[None] * (len(call.input_ids) - len(adapters))))
 
     def phase(self, tokens: int) -> Phase:
         """The graph for a call of so many tokens."""
@@ -213,7 +217,7 @@ class ModelRunner:
         return self.costs.predict(self.phase(rows), rows + (rows % 2 if self._policy.in_pairs else 0), 1)
 
     def accept(self, sequence: Slot, tokens: int) -> None:
-        """Of the last token and drafts that :meth:`execute` fed, keep the first ``tokens``."""
+        """Keep the first ``tokens`` of the last token and drafts that :meth:`execute` fed."""
         if sequence.drafts and self._has_states:
             self.session.accept(sequence.row, sequence.cached, tokens)
 
@@ -226,29 +230,27 @@ class ModelRunner:
         padded = tokens + [0] * (len(tokens) % 2 if self._policy.even else 0)
         indices = np.arange(len(padded), dtype=np.int64)[None]
         ids, past = np.array([padded], np.int64), np.array([sequence.cached], np.int64)
-        new = np.array([len(tokens)], np.int64) if self._has_states else None
-        provisional = bool(drafts) and self._has_states
-        found = Batch(self.phase(len(padded)), ids, past, indices, sequence.row, new, provisional=provisional)
-        slots = [sequence]
-        logits: Floats = self._run(_complete(self._name_texts(found, slots), slots), slots if drafts else [])[0]
+        found = Batch.of(self.phase(len(padded)), ids, past, indices, sequence.row)
+        if self._has_states:
+            found = replace(found.feed(new_lengths=np.array([len(tokens)], np.int64)), provisional=bool(drafts))
+        logits: Floats = self._run(self._complete(found, [sequence]), [sequence] if drafts else [])[0]
         return logits[: len(tokens)]
 
     def _run(self, call: Batch, slots: Sequence[Slot] = ()) -> Floats:
-        """Make a call; of ``slots`` some may do with candidates."""
+        """Make a call; some of ``slots`` may do with candidates instead of logits."""
         rows, tokens = call.input_ids.shape
         run = self.session.rank if any(slot.ranks for slot in slots) else self.session.run
         start = time.perf_counter()
         logits: Floats = run(call)
         seconds = time.perf_counter() - start
         shape = rows, tokens
-        if call.new_lengths is not None and 1 not in shape:  # padding costs next to nothing: as if in one row
-            shape = 1, int(call.new_lengths.sum())
+        if "new_lengths" in call.feeds and 1 not in shape:  # padding costs next to nothing: as if in one row
+            shape = 1, sum(call.counts)
         if call.begun is None:  # a part of others was computed meanwhile
             self.costs.observe(call.phase, *shape, seconds)
         self._metrics.step(call.phase.value, seconds, rows)
         if self.watch is not None and self.session.hidden is not None and self.session.hidden.size:
-            counts = [tokens] * rows if call.new_lengths is None else call.new_lengths.tolist()
-            for row, (past, count) in enumerate(zip(call.past_lengths.tolist(), counts, strict=True)):
+            for row, (past, count) in enumerate(zip(call.past_lengths.tolist(), call.counts, strict=True)):
                 if (slot := self._rows.at(call.first_row + row)) is not None:
                     first = past + int(call.logit_indices[row, 0]) if self._gives_last_rows else past
                     self.watch(slot, first, self.session.hidden[row, :count])
@@ -257,23 +259,13 @@ class ModelRunner:
 
 def _zeros(rows: int, phase: Phase, first_row: int) -> Batch:
     ids, lengths, indices = (np.zeros(shape, np.int64) for shape in ((rows, 1), rows, (rows, 1)))
-    return Batch(phase, ids, lengths, indices, first_row)
+    return Batch.of(phase, ids, lengths, indices, first_row)
 
 
 def make_window_batch(windows: Sequence[Window], first_row: int) -> Batch:
     """The call of windows of one length, with the logits of its last output again for one that has fewer."""
     most = max(len(window.outputs) for window in windows)
     outputs = [[*window.outputs, *window.outputs[-1:] * (most - len(window.outputs))] for window in windows]
-    fields = ([it.tokens for it in windows], [it.start for it in windows], outputs, [it.seen for it in windows])
-    ids, starts, asked, seen = (np.array(values, np.int64) for values in fields)
-    return Batch(Phase.PREFILL, ids, starts, asked, first_row, seen_lengths=seen)
-
-
-def _complete(call: Batch, sequences: Sequence[Slot]) -> Batch:
-    """A call with the adapters and the positions of its rows, of which the last may be a dummy."""
-    places = place_rows(call.past_lengths, call.input_ids.shape[1], [sequence.images for sequence in sequences])
-    call = call if places is None else replace(call, positions=places)
-    found = [sequence.adapter for sequence in sequences]
-    if not any(found):
-        return call
-    return replace(call, adapters=(*found, *[None] * (len(call.input_ids) - len(found))))
+    fields = [it.tokens for it in windows], [it.start for it in windows], outputs
+    ids, starts, asked = (np.array(values, np.int64) for values in fields)
+    return Batch.of(Phase.PREFILL, ids, starts, asked, first_row).feed_rows([it.feeds for it in windows])

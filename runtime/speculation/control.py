@@ -91,7 +91,7 @@ class DraftLength:
         self._phase = phase
         self._accepted, self._judged = PRIOR
         self.shared = ledger or Ledger()
-        """What all sequences may still lose."""
+        """Time that all sequences may still lose."""
         self._own = Ledger(STAKE)
         self._staked = 0.0
         self._promise = 0.0  # what drafts that came true unverified would have won since the last loss

@@ -17,8 +17,7 @@ class Drafter(Protocol):
     """Guesses the next tokens of sequences. Not thread-safe: the engine's thread alone calls it."""
 
     costs_by_token: bool
-    """True if more drafts take longer: then it is asked for as many as pay. Otherwise it is asked for all there is room
-    for."""
+    """True if more drafts take longer: then it is asked for as many as pay, otherwise for all there is room for."""
 
     watch: Watch | None
     """Takes the hidden states of every call; None: needs none."""
@@ -59,10 +58,10 @@ class PromptLookup:
         index.extend(tokens)
         start, matched = index.find(tokens)
         count = min(count, REACH * matched)
-        found = list(tokens[start : start + count])
-        for i in range(count - len(found)):  # beyond the end
-            found.append(found[i])
-        return found
+        drafts = list(tokens[start : start + count])
+        for i in range(count - len(drafts)):  # beyond the end
+            drafts.append(drafts[i])
+        return drafts
 
     def forget(self, key: int) -> None:
         self._indices.pop(key, None)
@@ -72,8 +71,8 @@ class PromptLookup:
 
 
 class _Index:
-    """Places at which each n-gram of a sequence last ended; of the longest ones those before, too. Only n-grams that
-    something follows."""
+    """Positions at which each n-gram of a sequence last ended, and for the longest n-grams the earlier ones, too. The
+    last n-gram, which nothing follows, is left out."""
 
     def __init__(self) -> None:
         self.after: dict[tuple[int, ...], int] = {}

@@ -9,7 +9,7 @@ from llmc.runtime.speculation.control import LONGEST, TRIAL, DraftLength, Ledger
 from llmc.runtime.speculation.drafters import Drafter
 
 LOOK_SHARE = 0.005
-"""Of the time without drafts: looking for some takes no more, in the long run."""
+"""Part of the time without drafts that looking for drafts takes at most, in the long run."""
 
 
 class Speculator:
@@ -18,8 +18,8 @@ class Speculator:
     Each step: :meth:`drafts`; the call, with its seconds told to ``costs``; :func:`verify`; :meth:`note_committed`.
 
     Drafts that are not worth a call are compared with the tokens that come anyway, so text that begins to repeat itself
-    is noticed. After a look that found nothing worth a call there is none until it took 0.5 % of the time. A drafter
-    that is a model reads no prompt as long as those that it read took more than that and than its drafts won.
+    is noticed. After a look without drafts the next look waits until looks take 0.5 % of the time. A draft model reads
+    no further prompt while the prompts that it read took more time than that and its drafts won.
     """
 
     def __init__(self, key: int, drafter: Drafter, costs: StepCosts, control: DraftLength) -> None:

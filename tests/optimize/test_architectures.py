@@ -135,8 +135,10 @@ def test_accepted_tokens_leave_states_as_if_they_alone_had_counted(bundle: Path)
 
         def feed(start: int, count: int, counting: int, *, provisional: bool = False) -> None:
             ids = np.array([PROMPTS[0][start : start + count]])
-            call = Batch(Phase.DECODE, ids, np.array([start]), np.arange(count)[None], 1, provisional=provisional)
-            session.run(replace(call, new_lengths=np.array([counting])))
+            call = Batch.of(
+                Phase.DECODE, ids, np.array([start]), np.arange(count)[None], 1, new_lengths=np.array([counting])
+            )
+            session.run(replace(call, provisional=provisional))
 
         def states(accepted: int, *, provisional: bool) -> np.ndarray:
             """Of the second row, after some tokens of a verification, or of a call in which no other ones count."""

@@ -52,8 +52,8 @@ def run_all(folder: Path) -> list[np.ndarray]:
 
         def run(phase: Phase, tokens: Any, past: Any, wanted: Any, row: int = 0, new: Any = None) -> None:
             arrays = (np.array(values, np.int64) for values in (past, wanted))
-            lengths = None if new is None else np.array(new, np.int64)
-            found.append(session.run(Batch(phase, tokens, *arrays, row, lengths)).copy())
+            lengths = {} if new is None else {"new_lengths": np.array(new, np.int64)}
+            found.append(session.run(Batch.of(phase, tokens, *arrays, row, **lengths)).copy())
 
         run(Phase.PREFILL, ids[:1, :203], [0], [[5, 64, 202]])
         run(Phase.PREFILL, ids[:1, 203:256], [203], [[52]])

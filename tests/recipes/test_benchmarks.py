@@ -51,10 +51,6 @@ def test_a_message_arrives_its_latency_and_its_bytes_over_the_rate_after_it_was_
     assert waited == pytest.approx([0.005 + 8e-8 * 1004, 0])
 
 
-def test_ratios_are_taken_within_rounds(script):
-    assert script("machine").ratio([2.0, 40.0, 9.0], [1.0, 10.0, 3.0]) == "3.00x; 2.00 to 4.00"
-
-
 def test_what_belongs_to_the_measurement_does_not_disturb_it(script, monkeypatch, tmp_path: Path, capsys):
     machine = script("machine")
     clock, seconds = iter((0.0, 10.0)), iter((1.0, 6.0))
@@ -182,24 +178,6 @@ def test_peers_compare_at_equal_quality_and_time_nothing_without_it(
     assert [len(row["rounds"]) for row in rows] == [1, 1, 1, 0] and "has no KL" in rows[-1]["trouble"]
 
 
-def test_a_disk_that_ran_full_below_a_mapped_file_is_named(script, monkeypatch, tmp_path):
-    peers = script("peers")
-    monkeypatch.setattr(peers, "HERE", tmp_path)
-    (tmp_path / "dies.py").write_text("import os, sys; os.kill(os.getpid(), int(sys.argv[1]))")
-    with pytest.raises(RuntimeError, match=r"dies\.py failed with exit code -7 \(.*is the disk full\?\): no message"):
-        peers.run_script(sys.executable, "dies.py", 7)
-    with pytest.raises(RuntimeError, match=r"dies\.py failed with exit code -9: no message"):
-        peers.run_script(sys.executable, "dies.py", 9)
-
-
-def test_a_peer_is_compared_with_ours_up_to_noise(script):
-    peers = script("peers")
-    peer, noise, worse = (
-        peers.Row(None, "", {phase: {"mean_kl": kl} for phase in peers.PHASES}) for kl in (1, 1.09, 1.11)
-    )
-    assert noise.as_good_as(peer) and not worse.as_good_as(peer)
-
-
 # ---------------------------------------------------------------------------------------------------------- made
 
 SMALL = {
@@ -239,18 +217,6 @@ def test_a_checkpoint_made_layer_by_layer_is_whole(name: str, script, tmp_path):
     assert found.config.vocab_size == 5000
     for tensor in (value for file in tmp_path.glob("*.safetensors") for value in load_file(file).values()):
         assert tensor.isfinite().all()
-
-
-def test_a_filled_vocabulary_has_a_text_for_each_id_and_encodes_as_before(script, tiny_checkpoint: Path, tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    pytest.importorskip("torch")
-    path = tmp_path / "tokenizer.json"
-    path.write_bytes((tiny_checkpoint / "tokenizer.json").read_bytes())
-    script("make_model").fill_vocabulary(path, 5000)
-    before, after = (tokenizers.Tokenizer.from_file(str(each)) for each in (tiny_checkpoint / "tokenizer.json", path))
-    text = "def add(a, b):\n    return AAAB + QXYZ  # the sum"
-    assert after.encode(text).ids == before.encode(text).ids
-    assert (after.get_vocab_size(), after.decode([4999]).strip().isalpha()) == (5000, True)
 
 
 # ------------------------------------------------------------------------------------------------------------ picture

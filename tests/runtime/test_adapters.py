@@ -7,6 +7,7 @@ import socket
 import stat
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,8 @@ def test_quantized_weights_keep_what_the_adapter_says(bundles, peft):
         session.cache.grow(1, len(PROMPT), found.max_context)
 
         def kl(adapters: Any) -> float:
-            logits = session.run(Batch(Phase.DECODE, ids, start, every, adapters=adapters))[0].astype(np.float64)
+            call = replace(Batch.of(Phase.DECODE, ids, start, every), adapters=adapters)
+            logits = session.run(call)[0].astype(np.float64)
             seen = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
             return float((np.exp(wanted) * (wanted - seen)).sum(-1).mean())
 

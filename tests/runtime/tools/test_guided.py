@@ -215,8 +215,19 @@ def look_call(form: str, arguments: dict[str, Any]) -> str:
     return FORMATS[form].write([("look", arguments)])
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize(("given", "texts", "other"), SHAPED, ids=[next(iter(given)) for given, _, _ in SHAPED])
+# Every format beside a schema, and every form of an answer beside a format of each kind: with tags around JSON or XML,
+# without marks, of Python, with a header, with quotes of its own.
+BESIDE = [(form, *SHAPED[0]) for form in FORMATS]
+BESIDE += [
+    (form, *shaped)
+    for form in ("hermes", "qwen3_coder", "llama3", "pythonic", "harmony", "gemma4")
+    for shaped in SHAPED[1:]
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "given", "texts", "other"), BESIDE, ids=[f"{form}-{next(iter(given))}" for form, given, _, _ in BESIDE]
+)
 def test_an_answer_is_calls_or_has_the_form(
     given: dict[str, Any], texts: list[str], other: str, form: str, vocabulary: Vocabulary
 ):

@@ -138,11 +138,12 @@ def test_rows_stand_in_the_places_of_image_tokens_in_their_order(make: Any):
     ids = np.concatenate([call.input_ids[0] for call in session.calls])
     rows: list[float] = []
     for call in session.calls:
-        if call.embedded is None:
+        if "embeddings" not in call.feeds:
             assert image not in call.input_ids
             continue
-        assert np.array_equal(call.embedded.indices >= 0, call.input_ids == image)
-        rows += call.embedded.rows[call.embedded.indices[call.embedded.indices >= 0]][:, 0].tolist()
+        indices = call.feeds["embedding_indices"]
+        assert np.array_equal(indices >= 0, call.input_ids == image)
+        rows += call.feeds["embeddings"][indices[indices >= 0]][:, 0].tolist()
     assert rows == [float(tile.mean()) for tile in session.computed for _ in range(4)]
     assert len(rows) == (ids == image).sum()
 
