@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 BACKLOG = 2048  # connections that the kernel accepts before we do
 # After drain_s requests are told that the engine was closed; so long their answers may take to go out.
 FAREWELL_S = 5
-# What closing models may take beyond: a load that is under way in a library cannot be interrupted.
+# Seconds to close models after that: a load under way in a library cannot be interrupted.
 CLOSE_S = 10.0
 WATCH_S = 1.0  # between two looks whether the models' GPU is still there
 SOCKET_MODE = 0o660  # owner and group; whoever may write to a Unix socket may use the service

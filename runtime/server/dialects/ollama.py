@@ -521,7 +521,7 @@ async def tags(call: Called, service: Served) -> dict[str, Any]:
 
 @router.get("/api/ps")
 async def running(call: Called, service: Served) -> dict[str, Any]:
-    """Those of them that are loaded."""
+    """The loaded models that are served to this client."""
     loaded = service.pool.models()
     return {"models": [card(service, name) for name in service.names(call.client) if service.pool.base(name) in loaded]}
 

@@ -129,7 +129,7 @@ AnyCall = Annotated[
 
 
 class ChatMessage(Body):
-    # What answers carry that is not shown to models, and what other servers' caches are told.
+    # Members of answers that models are not shown, and hints for other servers' caches.
     IGNORED = frozenset({"annotations", "cache_control", "parsed", "provider_specific_fields", "thinking_blocks"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -219,7 +219,7 @@ class NamedTool(Body):
 
 
 class AllowedTools(Body):
-    """Those of the tools that may be called, and whether one must."""
+    """The tools that may be called, and whether one must be."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[

@@ -9,7 +9,7 @@ from llmc.runtime.server.models.service import new_id, plain_id
 
 Event = dict[str, Any]
 Kind = tuple[str, int]
-# Of ids, by the kinds of items.
+# Prefixes of ids by kind of item.
 PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
 PREFIXES |= {"custom_tool_call": "ctc_", "custom_tool_call_output": "ctco_"}
 REASONING, MESSAGE = ("reasoning", 0), ("message", 0)

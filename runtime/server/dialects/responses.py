@@ -331,7 +331,7 @@ class ResponseRequest(OpenAIChat, Prompted):
 # This dialect's names of llmc's parameters.
 NAMES = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "json_schema": "text.format.schema"}
 LOGPROBS = "message.output_text.logprobs"
-# What a response says of its sampling.
+# Sampling parameters that a response names.
 PARAMETERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 DECIDING = (
     "min_p",
@@ -342,7 +342,7 @@ DECIDING = (
     "typical_p",
     "xtc_probability",
 )  # whether it draws
-# What it says as the request does.
+# Members that a response copies from its request.
 ECHOED = ("instructions", "max_output_tokens", "previous_response_id", "prompt_cache_key", "safety_identifier", "user")
 
 

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 # Replicas that a request is tried on: one that is lost with its machine, and one that was about to go. A request that
 # kills whoever computes it must not bring the fleet down.
 ATTEMPTS = 3
-# What a replica must answer in that answers nothing but questions to itself.
+# Seconds in which a replica must answer /ready.
 ASKED_S = 5.0
 
 

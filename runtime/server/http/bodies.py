@@ -136,7 +136,7 @@ def kind_among(*known: str) -> Discriminator:
     return Discriminator(kind)
 
 
-# What the routes for chats share beside their own words.
+# Members that all routes for chats have.
 ToolFormat = Annotated[
     str | None, Field(description="how the model writes calls, where its template teaches none; extension of llmc")
 ]
@@ -172,7 +172,7 @@ def _collect_sampling() -> dict[str, Any]:
     return found
 
 
-# Of the fields that are arguments under the same name.
+# Fields that are arguments under the same name.
 NAMES = (
     *(field.name for field in fields(SamplingParams) if field.name not in SPOKEN),
     "priority",

@@ -112,7 +112,7 @@ def _note_status(call: Call, send: Send) -> Send:
 
 
 def _write(scope: Scope, call: Call, seconds: float) -> None:
-    # Of the pattern: guards around the application do not see it, and a path may hold anything.
+    # The route's pattern, since a path may hold anything; guards around the application do not see it.
     call.fields.setdefault("route", getattr(scope.get("route"), "path", None))
     fields = {
         "request_id": scope["state"].get("request_id"),

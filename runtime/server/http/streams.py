@@ -21,7 +21,7 @@ HEARTBEAT = b": heartbeat\n\n"  # a comment, which clients skip
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-# What is encoded was made here and holds no circle; looking for one takes longer than all the rest.
+# No check for circles: answers have none, and the check takes longer than the encoding.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False)
 
 
