@@ -14,6 +14,7 @@ from doubles.speculators import Always
 from llmc.bundle import read_bundle
 from llmc.errors import CancelledError, UsageError
 from llmc.optimize.build import build
+from llmc.optimize.recipe import BuildRequest
 from llmc.runtime import Model, load
 from llmc.runtime.api.handle import GenerationResult, Handle
 from llmc.runtime.sessions import Batch, Phase
@@ -41,7 +42,7 @@ hybrids_alone = pytest.mark.parametrize("case", HYBRIDS, indirect=True)
 @pytest.fixture(scope="module")
 def bundle(case: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("architecture") / "bundle"
-    build(case.export, folder, precision="fp32", max_context=128, max_batch=4)
+    build(BuildRequest(case.export, folder, precision="fp32", max_context=128, max_batch=4))
     return folder
 
 
@@ -205,7 +206,7 @@ def test_a_model_with_states_drafts_and_takes_back_what_was_rejected(bundle: Pat
 @hybrids_alone
 def test_other_targets_are_refused_by_name(case: Any, tmp_path: Path):
     with pytest.raises(UsageError, check=about("target")):
-        build(case.export, tmp_path / "bundle", target="cuda")
+        build(BuildRequest(case.export, tmp_path / "bundle", target="cuda"))
 
 
 @hybrids_alone
@@ -213,7 +214,7 @@ def test_int8_and_int4_stay_near_the_unquantized_model(case: Any, tmp_path: Path
     """Random weights, which are others on other CPUs: a layer that reads another one's integers or states makes a KL
     above one in 8 bits. In 4 bits Qwen3.5's steep logits have had one of 5.9, rounded to nearest."""
     for precision, bound in (("int8", 0.1), ("int4", 8.0)):
-        report = build(case.export, tmp_path / precision, precision=precision, max_context=64)
+        report = build(BuildRequest(case.export, tmp_path / precision, precision=precision, max_context=64))
         assert report.manifest.quality is not None
         for phase in report.manifest.quality.phases.values():
             assert phase.mean_kl < bound
@@ -231,7 +232,9 @@ def resident() -> int:
 
 def test_a_thousand_mixed_requests_lose_nothing(exported: Callable[[str], Any], tmp_path: Path):
     """Chats that share histories, samples, beams and cancels, with room for few states."""
-    build(exported(HYBRIDS[0]).export, tmp_path / "bundle", precision="fp32", max_context=128, max_batch=4)
+    build(
+        BuildRequest(exported(HYBRIDS[0]).export, tmp_path / "bundle", precision="fp32", max_context=128, max_batch=4)
+    )
     generator = np.random.default_rng(11)
     chats = [generator.integers(2, 96, 90).tolist() for _ in range(8)]
     sampled: dict[str, Any] = {"max_tokens": 6, "temperature": 1, "seed": 5, "n": 2, "ignore_eos": True}

@@ -17,6 +17,7 @@ from llmc.bundle import STAGE_FOLDER, WEIGHTS_FILE, Manifest, list_unlisted_file
 from llmc.errors import BuildError, BundleError, ResourceError, UsageError
 from llmc.optimize.build import build
 from llmc.optimize.plan.memory import ROTATIONS, memory_plan
+from llmc.optimize.recipe import BuildRequest
 from llmc.optimize.split import split
 from llmc.runtime import load
 from llmc.runtime.host import integrity
@@ -111,7 +112,7 @@ def test_stages_keep_the_states_of_their_layers(exported: Callable[[str], Any], 
     export = exported(name).export
     bundles = [tmp_path / "whole", tmp_path / "chain"]
     for folder, stages in zip(bundles, (None, (0, 0)), strict=True):
-        build(export, folder, precision="fp32", max_context=128, max_batch=2, stages=stages)
+        build(BuildRequest(export, folder, precision="fp32", max_context=128, max_batch=2, stages=stages))
     found = []
     for folder in bundles:
         with load(folder, threads=1, determinism="strict", draft="lookup", prefix_cache_bytes=1 << 24) as model:
@@ -264,4 +265,8 @@ def test_what_is_not_run_in_stages_is_refused_by_its_name(tiny_bundle: Path, exp
     with pytest.raises(UsageError, match="models with inputs of each layer's own"):
         borders(replace(manifest, geometry=replace(manifest.geometry, per_layer=8)), (0, 0))
     with pytest.raises(UsageError, match="models with layers that read the caches of others"):
-        build(exported("gemma4-shared-caches-per-layer-inputs").export, Path("never"), precision="fp32", stages=(0, 0))
+        build(
+            BuildRequest(
+                exported("gemma4-shared-caches-per-layer-inputs").export, Path("never"), precision="fp32", stages=(0, 0)
+            )
+        )

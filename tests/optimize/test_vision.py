@@ -18,7 +18,7 @@ from llmc.bundle.model.vision import Patching, Vision
 from llmc.errors import BuildError, BundleError, UsageError
 from llmc.optimize.build import build
 from llmc.optimize.plan.memory import memory_plan
-from llmc.optimize.recipe import Request, resolve
+from llmc.optimize.recipe import BuildRequest, Request, resolve
 from llmc.optimize.targets import capabilities
 from llmc.runtime import load
 from llmc.runtime.model import verify
@@ -49,7 +49,9 @@ def built(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
     def make(precision: str) -> Path:
         if precision not in made:
-            made[precision] = build(exported, folder / precision, precision=precision, max_context=256).output
+            made[precision] = build(
+                BuildRequest(exported, folder / precision, precision=precision, max_context=256)
+            ).output
         return made[precision]
 
     return make
@@ -79,7 +81,7 @@ def test_the_tower_is_judged_by_the_cosine_of_its_rows(built: Callable[[str], Pa
 def test_a_tower_in_4_bits_is_judged_worse_than_it_may_be(exported: Path, tmp_path: Path):
     """A recipe's patterns reach the tower."""
     recipe = Request(layers={"vision.*": "int4"}, scheme="rtn")
-    report = build(exported, tmp_path / "bundle", precision="int8", recipe=recipe)
+    report = build(BuildRequest(exported, tmp_path / "bundle", precision="int8", recipe=recipe))
     assert report.manifest.similarity is not None
     assert report.manifest.similarity.smallest < LEAST_COSINE
 
@@ -130,7 +132,7 @@ def test_a_tower_that_is_no_vision_transformer_is_no_match(exported: Path, tmp_p
     (tmp_path / "vision.onnx").unlink()
     ir.save(model, tmp_path / "vision.onnx")
     with pytest.raises(BuildError, match="pass 'attend to patches' applied 1 times to the vision graph, 2 expected"):
-        build(tmp_path, tmp_path / "bundle", precision="fp32")
+        build(BuildRequest(tmp_path, tmp_path / "bundle", precision="fp32"))
 
 
 @pytest.mark.parametrize("target", ["cuda", "tensorrt"])
@@ -138,7 +140,7 @@ def test_other_targets_are_refused(exported: Path, tmp_path: Path, target: str):
     with pytest.raises(
         UsageError, match=r"smolvlm has a tower for images, which llmc lowers for cpu alone; .*--text-only"
     ):
-        build(exported, tmp_path / "bundle", target=target)
+        build(BuildRequest(exported, tmp_path / "bundle", target=target))
 
 
 def test_the_plan_counts_the_tower_and_rows_of_images(exported: Path):

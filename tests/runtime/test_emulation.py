@@ -40,7 +40,7 @@ Logits = np.ndarray
 def bundles(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Bundles of the small model in float32: for TensorRT, without an engine, and for CUDA."""
     from llmc.optimize.build import build
-    from llmc.optimize.recipe import Request
+    from llmc.optimize.recipe import BuildRequest, Request
     from llmc.optimize.recipe.engine import EngineRequest
 
     made: dict[str, Path] = {}
@@ -52,7 +52,7 @@ def bundles(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
             output = tmp_path_factory.mktemp(kind) / "bundle"
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("llmc.runtime.sessions.onnxruntime.cuda.open_driver", no_driver)
-                made[kind] = build(tiny_export, output, target=kind, recipe=recipe, engine=engine).output
+                made[kind] = build(BuildRequest(tiny_export, output, target=kind, recipe=recipe, engine=engine)).output
         return made[kind]
 
     return get

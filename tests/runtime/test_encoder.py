@@ -15,6 +15,7 @@ from llmc.errors import BundleError, RequestError, UsageError
 from llmc.export import export
 from llmc.optimize import recipe as recipes
 from llmc.optimize.build import build
+from llmc.optimize.recipe import BuildRequest
 from llmc.runtime import Model, load
 from llmc.runtime.text.prompts import Prompts
 
@@ -43,7 +44,7 @@ def built(exports: Built, tmp_path_factory: pytest.TempPathFactory) -> Built:
     """Bundles of checkpoints."""
 
     return lambda checkpoint, **choices: (
-        build(exports(checkpoint), tmp_path_factory.mktemp("built") / "bundle", **choices).output
+        build(BuildRequest(exports(checkpoint), tmp_path_factory.mktemp("built") / "bundle", **choices)).output
     )
 
 
@@ -161,7 +162,7 @@ def test_a_document_that_is_too_long_is_refused_or_cut_before_what_the_template_
 )
 def test_what_only_models_that_generate_have_is_refused_before_work(checkpoint, tmp_path, exports, choices, parameter):
     with pytest.raises(UsageError, check=about(parameter)):
-        build(exports(checkpoint), tmp_path / "bundle", **choices)
+        build(BuildRequest(exports(checkpoint), tmp_path / "bundle", **choices))
 
 
 def test_golden_texts_that_come_out_otherwise_fail_the_self_test(model, tmp_path):

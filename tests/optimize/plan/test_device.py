@@ -14,7 +14,7 @@ from doubles.plans import PLAN
 from llmc.bundle import Limits, Profile, Recipe
 from llmc.optimize.build import build
 from llmc.optimize.plan.device import RECORDED_LAYER, device_plan, with_engine
-from llmc.optimize.recipe import Request, resolve
+from llmc.optimize.recipe import BuildRequest, Request, resolve
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import capabilities
 from llmc.runtime.sessions.tensorrt.steps import KEPT_STEPS
@@ -117,7 +117,7 @@ def ratio(export: Path, output: Path, precision: str, forgotten: int = 0) -> flo
     """Bytes of a bundle's graph over those of its plan, without ``forgotten`` ones."""
     layers = {"*.mlp.down_proj": "int8"} if precision == "int4" else None  # int4 wants whole blocks
     recipe = Request(precision=precision, layers=layers, max_context=64)
-    report = build(export, output, target="tensorrt", recipe=recipe, engine=EngineRequest(deferred=True))
+    report = build(BuildRequest(export, output, target="tensorrt", recipe=recipe, engine=EngineRequest(deferred=True)))
     assert report.manifest.device is not None
     return stored_bytes(output / "decoder.onnx") / (report.manifest.device.weights - forgotten)
 

@@ -17,7 +17,7 @@ from llmc.optimize.plan import time
 from llmc.optimize.plan.memory import BLOCK_COPIES, linear_bytes, memory_plan, weight_bytes
 from llmc.optimize.plan.time import estimate_build
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.recipe import Request, resolve
+from llmc.optimize.recipe import BuildRequest, Request, resolve
 from llmc.optimize.targets import capabilities
 from llmc.runtime.kv.budget import plan_load
 
@@ -65,7 +65,7 @@ def test_a_matrix_takes_what_its_form_takes(form, how: dict[str, int], expected:
     ids=["int8", "int8-fast", "int4-layers"],
 )
 def test_planned_weights_are_those_of_the_built_graphs(tiny_export: Path, tmp_path: Path, request_: Request):
-    built = build(tiny_export, tmp_path / "bundle", recipe=request_).manifest
+    built = build(BuildRequest(tiny_export, tmp_path / "bundle", recipe=request_)).manifest
     names = {"prefill": "prefill", "decode": "decode", "shared": "decode"}
     for phase, planned in weight_bytes(built.geometry, built.recipe).items():
         actual = built.graphs[names[phase]].step_weight_bytes
@@ -113,7 +113,7 @@ def test_layers_with_a_window_count_no_more_than_a_row_holds_of_them():
 
 def test_a_build_that_does_not_fit_leaves_nothing(tiny_export: Path, tmp_path: Path):
     with pytest.raises(ResourceError, match=r"to build it needs .* 10 MB are available, .* MB are missing"):
-        build(tiny_export, tmp_path / "out" / "bundle", memory=10_000_000)
+        build(BuildRequest(tiny_export, tmp_path / "out" / "bundle", memory=10_000_000))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -53,12 +53,17 @@ def bundle(layer_export: Path, tmp_path_factory: pytest.TempPathFactory, tmp_pat
 
     def make(compute: str = "float32", device: DeviceInfo = SERVER) -> Setup:
         from llmc.optimize.build import build
+        from llmc.optimize.recipe import BuildRequest
         from llmc.optimize.recipe.engine import EngineRequest
 
         def build_deferred(folder: Path) -> None:
             precision, engine = PRECISIONS[compute], EngineRequest(deferred=True)
             limits: dict[str, Any] = {"max_context": CAPACITY, "max_batch": 4}
-            build(layer_export, folder / "bundle", target="tensorrt", precision=precision, engine=engine, **limits)
+            build(
+                BuildRequest(
+                    layer_export, folder / "bundle", target="tensorrt", precision=precision, engine=engine, **limits
+                )
+            )
 
         built = shared(tmp_path_factory, f"tensorrt {compute}", build_deferred) / "bundle"
         folder = tmp_path / compute
