@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmc.bundle import Manifest
+from llmc.bundle.model.kinds import refuse
 from llmc.errors import ContextError, RequestError, UsageError, format_value
 from llmc.runtime.api.handle import OutputCollector
 from llmc.runtime.api.request import Request
@@ -59,7 +60,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._vocab_size = manifest.geometry.vocab_size
         self._eos = tuple(manifest.generation.eos_token_ids)
-        self._diffusion = manifest.geometry.diffusion
+        self._geometry, self._diffusion = manifest.geometry, manifest.geometry.diffusion
 
     @cached_property
     def _grammars(self) -> "Grammars":
@@ -142,9 +143,8 @@ class InputProcessor:
         """Refuse what the request's parts ask for together and cannot have."""
         params = request.params
         check_diffusion(params, self._diffusion is not None)
-        if self._diffusion is not None and (request.thinking is not None or request.logits_processors):
-            what = "logits_processors" if request.logits_processors else "reasoning_budget"
-            raise UsageError(what, "is given, which a diffusion model cannot have", "leave it out")
+        asked = {"logits_processors": request.logits_processors, "reasoning_budget": request.thinking is not None}
+        refuse(self._geometry, *(name for name, value in asked.items() if value))
         if request.thinking is not None and params.num_beams > 1:
             raise UsageError(
                 "num_beams",

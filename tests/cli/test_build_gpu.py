@@ -60,7 +60,7 @@ def test_target_and_precision_reach_the_library(
 ):
     assert llmc("build", export_folder, "-o", "out", "--target", target, f"--{precision}").code == 0
     [built] = library.built
-    assert (built["target"], built["precision"], built["engine"]) == (target, precision, EngineRequest())
+    assert (built["target"], built["precision"], built["engine"]) == (target, precision, None)
 
 
 def test_every_choice_of_the_engine_reaches_the_library(llmc: Any, library: Any, export_folder: Path):

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doubles.refusals import about
 from doubles.speculators import Always
 
 from llmc.bundle import read_bundle
-from llmc.errors import CancelledError, UsageError
+from llmc.errors import CancelledError
 from llmc.optimize.build import build
 from llmc.optimize.recipe import BuildRequest
 from llmc.runtime import Model, load
@@ -201,12 +200,6 @@ def test_a_model_with_states_drafts_and_takes_back_what_was_rejected(bundle: Pat
         results = [model.generate(prompt, **GREEDY) for prompt in PROMPTS]
         assert [result.token_ids for result in results] == wanted
         assert any(result.metrics.accepted for result in results)
-
-
-@hybrids_alone
-def test_other_targets_are_refused_by_name(case: Any, tmp_path: Path):
-    with pytest.raises(UsageError, check=about("target")):
-        build(BuildRequest(case.export, tmp_path / "bundle", target="cuda"))
 
 
 @hybrids_alone

@@ -8,7 +8,6 @@ from doubles import diffusing
 
 from llmc.bundle import Budget, read_bundle
 from llmc.bundle.model.diffusion import Diffusion
-from llmc.errors import UsageError
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import build
 from llmc.optimize.calibrate.text import hide_half
@@ -55,16 +54,6 @@ def test_texts_are_judged_where_their_tokens_are_hidden():
     rows, targets = find_targets(ids, fed, Diffusion(3, 1))
     assert 30 < len(rows) < 70 and (targets == ids[rows + 1]).all() and (fed[rows + 1] == 3).all()
     assert (hide_half(ids, None) == ids).all()
-
-
-def test_what_it_cannot_be_built_for_is_refused_by_name(diffusion_models: Path, tmp_path: Path):
-    for words, asked in {
-        "and llada has attention to later tokens, which llmc lowers for cpu": {"target": "cuda", "precision": "fp16"},
-        "adapters is 2, which no diffusion model can have": {"adapters": 2},
-        "cache is 'int8', which no diffusion model can have": {"recipe": Request(cache="int8")},
-    }.items():
-        with pytest.raises(UsageError, match=words):
-            build(BuildRequest(diffusion_models / "llada-export", tmp_path / "bundle", **asked))
 
 
 def test_two_graphs_and_a_cache_of_halves_give_the_same_tokens(diffusion_models: Path, tmp_path: Path):

@@ -551,14 +551,10 @@ def test_a_head_and_a_model_that_do_not_fit_are_refused(made: Made, tmp_path: Pa
     build(BuildRequest(made.exports[0], tmp_path / "plain", precision="fp32", max_context=64))
     with pytest.raises(DraftError, match="build the model with --head"):
         load(tmp_path / "plain", draft=made.bundles[1])
-    with load(made.bundles[1]) as head, pytest.raises(UsageError, match="is a draft head"):
+    with load(made.bundles[1]) as head, pytest.raises(UsageError, check=about("bundle")):
         head.generate([1, 2], max_tokens=2)
-    with pytest.raises(UsageError, check=about("head")):
+    with pytest.raises(UsageError, check=about("draft_head")):
         build(BuildRequest(made.exports[0], tmp_path / "bundle", draft_head=made.exports[0]))
-    with pytest.raises(UsageError, match="draft head, which llmc lowers for cpu alone"):
-        build(BuildRequest(made.exports[1], tmp_path / "bundle", target="cuda"))
-    with pytest.raises(UsageError, check=about("text")):
-        build(BuildRequest(made.exports[1], tmp_path / "bundle", text=tmp_path / "text.txt"))
     with pytest.raises(UsageError, check=about("adapters")):
         export(made.head, tmp_path / "bundle", of=made.model, adapters=[(tmp_path, 1.0)])
     assert read_export(made.exports[1]).geometry.head is not None

@@ -113,13 +113,6 @@ def test_equal_bits_are_not_promised(mixture, tmp_path):
             load(tmp_path / "b", determinism=level)
 
 
-@pytest.mark.parametrize(("target", "why"), [("cuda", ""), ("tensorrt-rtx", ", for its parser .* takes no NonZero")])
-def test_gpus_are_refused(mixture, tmp_path, target, why):
-    said = f"target is {target}, and .* has mixtures of experts, which llmc lowers for cpu alone{why}"
-    with pytest.raises(UsageError, match=said):
-        build(BuildRequest(mixture, tmp_path / "b", target=target, max_context=64))
-
-
 def test_the_plan_counts_every_expert(mixture, tmp_path):
     geometry, memory = (
         read_export(mixture).geometry,

@@ -15,7 +15,7 @@ from doubles.geometries import VISION
 from llmc import bundle
 from llmc.bundle.model.linear import Linear
 from llmc.bundle.model.vision import Patching, Vision
-from llmc.errors import BuildError, BundleError, UsageError
+from llmc.errors import BuildError, BundleError
 from llmc.optimize.build import build
 from llmc.optimize.plan.memory import memory_plan
 from llmc.optimize.recipe import BuildRequest, Request, resolve
@@ -133,14 +133,6 @@ def test_a_tower_that_is_no_vision_transformer_is_no_match(exported: Path, tmp_p
     ir.save(model, tmp_path / "vision.onnx")
     with pytest.raises(BuildError, match="pass 'attend to patches' applied 1 times to the vision graph, 2 expected"):
         build(BuildRequest(tmp_path, tmp_path / "bundle", precision="fp32"))
-
-
-@pytest.mark.parametrize("target", ["cuda", "tensorrt"])
-def test_other_targets_are_refused(exported: Path, tmp_path: Path, target: str):
-    with pytest.raises(
-        UsageError, match=r"smolvlm has a tower for images, which llmc lowers for cpu alone; .*--text-only"
-    ):
-        build(BuildRequest(exported, tmp_path / "bundle", target=target))
 
 
 def test_the_plan_counts_the_tower_and_rows_of_images(exported: Path):

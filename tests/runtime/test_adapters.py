@@ -379,7 +379,6 @@ def test_an_adapter_that_cannot_be_live_is_refused_by_name_and_nothing_is_writte
 
 def test_room_is_refused_where_no_graph_could_use_it(tiny_export, tmp_path):
     for changes, message in (
-        ({"target": "cuda", "adapters": 1}, "adapters is 1, and bundles for cuda load none beside the model"),
         ({"rank": 8}, "rank is 8, and there is no room for adapters"),
         ({"adapters": 1, "rank": 1000}, "rank is 1000, expected 1 ... 512"),
     ):
