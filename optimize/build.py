@@ -17,6 +17,7 @@ from llmc.bundle import (
     Geometry,
     Graph,
     Manifest,
+    Part,
     Target,
     write_chunks,
 )
@@ -169,7 +170,7 @@ def _manifest(order: Order, graphs: dict[str, Graph], engine: EngineConfig | Non
         target=Target(target.name, target.engine, installed, order.minimum),
         recipe=recipe,
         limits=order.limits,
-        memory=replace(memory, workspace=memory.workspace + given),
+        memory=memory.add(Part("workspace", given)),
         cache=recipe.cache_type(),
         graphs={name: graph for name, graph in graphs.items() if name != ADAPTERS_FOLDER},
         adapter_graph=graphs.get(ADAPTERS_FOLDER),

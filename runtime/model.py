@@ -134,7 +134,7 @@ def load(
         check_load(folder, manifest, context, memory)
         for part, its_manifest in {folder: manifest, **before}.items():
             check_files(part, its_manifest, False if verify is None and self_test is False else verify)
-        others = note_others(manifest.memory.weights)
+        others = note_others(manifest.memory["weights"].fixed)
         opened = threading.Event()
 
         def read_tokenizer() -> Tokenizer:

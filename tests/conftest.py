@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from doubles.geometries import uniform
+from doubles.plans import plan_of
 from doubles.shared import shared
 from hypothesis import HealthCheck, settings
 
@@ -129,7 +130,7 @@ def manifest() -> bundle.Manifest:
             calibration=bundle.Calibration("notes.txt", "c" * 64, False, 64, 512),
         ),
         limits=bundle.Limits(512, 1, 128),
-        memory=bundle.MemoryPlan(
+        memory=plan_of(
             engine=500,
             tokenizer=50,
             weights=1000,

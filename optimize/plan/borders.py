@@ -1,7 +1,6 @@
 """Borders between the stages of a model that is larger than one box, by the memory that each stage takes."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -35,9 +34,9 @@ def choose_borders(
 
     @cache
     def plan(first: int, end: int) -> MemoryPlan:
-        found = memory_plan(geometry.of_layers(range(first, end)), limits, recipe, tokenizer_bytes)
-        found = replace(found, embedding=0) if first else found
-        return found if end == geometry.layers else replace(found, tokenizer=0, logits=0)
+        plan = memory_plan(geometry.of_layers(range(first, end)), limits, recipe, tokenizer_bytes)
+        plan = plan.without("embedding") if first else plan
+        return plan if end == geometry.layers else plan.without("tokenizer", "logits")
 
     @cache
     def best(first: int, box: int) -> tuple[float, tuple[int, ...]]:

@@ -58,7 +58,7 @@ def _of_build(
         ]
         return [replace(build, seconds=seconds, writes=on_disk, precision=chosen.precision), *(runs or [run])]
     device = device_plan(geometry, limits, chosen)
-    on_disk = tokenizer + device.weights * (2 if abilities.makes_engine else 1)  # an engine holds them again
+    on_disk = tokenizer + device["weights"].fixed * (2 if abilities.makes_engine else 1)  # an engine holds them again
     one_memory = unified and abilities.makes_engine  # the engine's builder runs kernels on the GPU
     build = plan_build(geometry, chosen, limits, tokenizer, *windows, device=device, one_memory=one_memory)
     return [

@@ -102,10 +102,10 @@ def test_samples_and_beams_are_those_of_requests_alone(bundle: Path):
 def test_a_state_is_planned_once_for_each_row(bundle: Path):
     manifest = read_bundle(bundle)
     states = [cache for cache in manifest.geometry.caches if cache.kind == "state"]
-    assert states and manifest.memory.state == sum(4 * int(np.prod(cache.shape)) for cache in states)
+    assert states and manifest.memory["states"].per_row == sum(4 * int(np.prod(cache.shape)) for cache in states)
     short, long = (manifest.memory.parts(length, 2) for length in (1, 101))
-    assert long["cache"] - short["cache"] == 200 * manifest.memory.cache_per_token
-    assert long["states"] == short["states"] == 2 * manifest.memory.state
+    assert long["cache"] - short["cache"] == 200 * manifest.memory["cache"].per_position
+    assert long["states"] == short["states"] == 2 * manifest.memory["states"].per_row
     assert manifest.target.engine_minimum == "1.32"
 
 

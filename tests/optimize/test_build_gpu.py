@@ -17,7 +17,7 @@ import pytest
 from doubles.machines import H200, NO_GPU, Probe
 from doubles.recorded import PLAN, RecordedLibrary
 
-from llmc.bundle import Budget, EngineConfig, Manifest, read_bundle, verify_files
+from llmc.bundle import Budget, EngineConfig, Manifest, Part, read_bundle, verify_files
 from llmc.errors import BuildError, GpuError, MissingExtraError
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import BuildReport, build
@@ -115,8 +115,8 @@ def test_a_bundle_with_an_engine_is_whole_and_says_what_it_is(engine_bundle: Bui
     assert (plan.verified, plan.compute_capabilities) == ("cpu", ())
     assert (manifest.recipe.compute, manifest.cache, manifest.golden_tolerance) == ("float16", "float16", 0.5)
     planned = device_plan(manifest.geometry, manifest.limits, manifest.recipe)
-    assert manifest.device == dataclasses.replace(planned, weights=manifest.files["engine.plan"].size)
-    assert (manifest.memory.weights, manifest.memory.cache_per_token) == (0, 0)
+    assert manifest.device == planned.without("weights").add(Part("weights", manifest.files["engine.plan"].size))
+    assert not {"weights", "cache"} & manifest.memory.parts(1).keys()
     assert manifest.graphs["prefill"] == manifest.graphs["decode"]
     assert len(manifest.golden) == 5
 

@@ -202,8 +202,8 @@ def test_plans_count_every_linear_and_every_cache(geometry):
         2 * 4 * sum(layer["attention"]["kv_heads"] * layer["attention"]["head_dim"] for layer in invented.LAYERS)
     )
     plan = memory_plan(geometry, limits, recipe, 0)
-    assert plan.cache_per_token + plan.window_per_token == per_token
-    assert device_plan(geometry, limits, replace(recipe, compute="float32")).cache_per_token == per_token
+    assert sum(part.per_position for part in plan.uses if part.name == "cache") == per_token
+    assert device_plan(geometry, limits, replace(recipe, compute="float32"))["cache"].per_position == per_token
     assert plan_build(geometry, replace(recipe, scheme="gptq"), limits, 0, 4, 16).total > 4 * weights
 
 

@@ -142,9 +142,12 @@ def test_the_plan_counts_the_tower_and_rows_of_images(exported: Path):
     recipe, limits = resolve(Request(precision="fp32"), CPU, 512, "test")
     blind, found = (memory_plan(it, limits, recipe, 0) for it in (replace(geometry, vision=None), seeing))
     weights, values = 4 * (768 * 768 + 3072 * 768), 4 * 1024 * (6 * 3072 + 8 * 768)
-    assert (blind.tower, found.tower) == (0, weights + values + 11_000_000 + 64_000_000 + DECODING_BYTES)
-    assert found.workspace_per_token - blind.workspace_per_token == 4 * geometry.hidden_size
-    assert found.total(100) - blind.total(100) == found.tower + 400 * geometry.hidden_size
+    assert (blind["tower"].fixed, found["tower"].fixed) == (
+        0,
+        weights + values + 11_000_000 + 64_000_000 + DECODING_BYTES,
+    )
+    assert found["workspace"].per_length - blind["workspace"].per_length == 4 * geometry.hidden_size
+    assert found.total(100) - blind.total(100) == found["tower"].fixed + 400 * geometry.hidden_size
 
 
 def test_the_plan_counts_the_patches_of_the_largest_image_that_fits_into_the_context(exported: Path):
@@ -158,6 +161,6 @@ def test_the_plan_counts_the_patches_of_the_largest_image_that_fits_into_the_con
         limits = replace(resolve(Request(precision="fp32"), CPU, 65_536, "test")[1], max_context=context)
         found = memory_plan(seeing, limits, recipe, 0)
         weights, values = 4 * (768 * 768 + 3072 * 768), 4 * 4 * tiles * (6 * 3072 + 8 * 768)
-        assert found.tower == weights + values + 11_000_000 + 64_000_000 + DECODING_BYTES
+        assert found["tower"].fixed == weights + values + 11_000_000 + 64_000_000 + DECODING_BYTES
     blind = memory_plan(replace(geometry, vision=None), limits, recipe, 0)
-    assert found.workspace_per_token - blind.workspace_per_token == 4 * 3 * geometry.hidden_size
+    assert found["workspace"].per_length - blind["workspace"].per_length == 4 * 3 * geometry.hidden_size

@@ -186,7 +186,7 @@ def test_a_bundle_that_is_emulated_is_planned_in_the_machines_memory(bundle: Pat
     assert manifest.device is not None
     assert (found.target.name, found.target.engine) == (manifest.target.name, "onnxruntime")
     assert found.device is None
-    assert found.memory.weights == EMULATED_BYTES * manifest.source.parameters
-    assert found.memory.cache_per_token == manifest.device.cache_per_token
+    assert found.memory["weights"].fixed == EMULATED_BYTES * manifest.source.parameters
+    assert found.memory["cache"] == manifest.device["cache"]
     assert found.memory.total(CONTEXT) > manifest.memory.total(CONTEXT) + EMULATED_BYTES * manifest.source.parameters
     assert (found.files, found.golden, found.limits) == (manifest.files, manifest.golden, manifest.limits)

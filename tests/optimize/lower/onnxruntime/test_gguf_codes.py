@@ -108,7 +108,7 @@ def test_a_bundle_with_a_coded_table_takes_the_planned_bytes(tied, one_layer, tm
     vocab, hidden = built.geometry.vocab_size, built.geometry.hidden_size
     planned = bundle_bytes(built.geometry, built.recipe, built.limits, 0) + 4 * hidden**2  # the rotation of prompts
     assert (1 - LEFT_OUT) * built.files["weights.bin"].size < planned <= built.files["weights.bin"].size
-    assert built.memory.embedding == vocab * (hidden // 2 + hidden // 32 * (4 + 4))
+    assert built.memory["embedding"].fixed == vocab * (hidden // 2 + hidden // 32 * (4 + 4))
     assert built.quality is not None and built.quality.phases["decode"].mean_kl < MOST_KL
 
 
