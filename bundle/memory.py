@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from llmc.bundle.engine import Bytes
-from llmc.bundle.model.ranges import Positions
 
 # Names of parts, in the order of a report. ``embedding`` counts a table whole, of which a page is read when a token
 # asks for its row; ``mapped experts`` are resident from their first use until memory is short; ``context`` is what a
@@ -24,7 +23,7 @@ class Part:
     fixed: Bytes = 0  # whatever runs
     per_row: Bytes = 0
     per_position: Bytes = 0  # of each cached position of each row
-    window: Positions = 0  # positions that a row holds at most; 0 for no limit
+    window: Annotated[int, range(1 << 28)] = 0  # positions that a row holds at most; 0 for no limit
     per_length: Bytes = 0  # of each position of the longest row, once
     of_layers: bool = False  # each stage of a model takes its own
     beside: bool = False  # rows of a mapped file, whose pages the system takes back: not in the sum

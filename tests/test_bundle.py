@@ -126,7 +126,6 @@ DAMAGE = [
     (put(1025, "limits", "max_batch"), "limits.max_batch is 1025, expected 1 ... 1024"),
     (put(-1, "memory", "uses", 0, "fixed"), r"memory.uses\[0\].fixed is -1, expected 0 ..."),
     (put(10**39, "memory", "uses", 0, "per_row"), r"memory.uses\[0\].per_row is 10{39}, expected 0 ..."),
-    (put("tea", "memory", "uses", 0, "name"), "memory"),
     (put([{}] * 80_000, "golden"), r"golden is 80000 items, expected 0 ... 16"),
     (put([1] * 2049, "golden", 0, "prompt"), r"golden\[0\].prompt is 2049 items, expected 0 ... 2048"),
     (put(math.inf, "golden_tolerance"), "golden_tolerance is inf, expected a finite number"),
