@@ -18,23 +18,16 @@ TYPES = {name: name for name in ("default", "linear", "dynamic", "llama3", "yarn
 
 @dataclass(frozen=True)
 class RopeRules:
-    """The form in which a family's config describes ropes.
+    """The form in which a family's config describes ropes."""
 
-    Attributes:
-        theta: default base.
-        partial: default of ``partial_rotary_factor``; None if the family always rotates whole heads.
-        interleaved: see :class:`Rope`.
-        types: meaning of each rope type that the family knows, of :data:`TYPES`, or ``ntk_alpha``.
-        local: key and default of the base of the windowed layers' rope, to which scaling does not apply.
-        own: keys of the rope that the family reads itself.
-    """
-
-    theta: float = DEFAULT_THETA
-    partial: float | None = None
-    interleaved: bool = False
+    theta: float = DEFAULT_THETA  # default base
+    partial: float | None = None  # default of ``partial_rotary_factor``; None if the family always rotates whole heads
+    interleaved: bool = False  # see :class:`Rope`
+    # meaning of each rope type that the family knows, of :data:`TYPES`, or ``ntk_alpha``
     types: Mapping[str, str] = field(default_factory=TYPES.copy)
+    # key and default of the base of the windowed layers' rope, to which scaling does not apply
     local: tuple[str, float] | None = None
-    own: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()  # keys of the rope that the family reads itself
 
 
 def read_ropes(keys: Keys, rules: RopeRules, head_dim: int, max_positions: int) -> tuple[Rope, ...]:
@@ -138,7 +131,7 @@ class _Reader:
         return self.config.integer(name, inner)
 
     def _longrope(self, keys: Keys) -> dict[str, Any]:
-        """Factors of texts within the original positions and, if there are longer ones, theirs."""
+        """Longrope: factors of texts within the original positions and, if the model takes longer ones, of these."""
         original = self._original(keys)
         short, long = keys.numbers("short_factor"), keys.numbers("long_factor")
         factor = keys.number("factor", self.max_positions / original)
@@ -154,10 +147,10 @@ class _Reader:
 def _read_rising(
     keys: Keys, low: str, high: str, default_low: float | None = None, default_high: float | None = None
 ) -> dict[str, float]:
-    found = {low: keys.number(low, default_low), high: keys.number(high, default_high)}
-    if found[high] <= found[low]:
-        raise keys.error(high, found[high], f"more than {low}={found[low]}")
-    return found
+    values = {low: keys.number(low, default_low), high: keys.number(high, default_high)}
+    if values[high] <= values[low]:
+        raise keys.error(high, values[high], f"more than {low}={values[low]}")
+    return values
 
 
 def _magnitude(config: Keys, keys: Keys, factor: float) -> float:

@@ -18,7 +18,7 @@ class Feature(NamedTuple):
 _PREFIXES = ("prefix_cache_bytes", "prefix_cache_folder", "prefix_cache_disk_bytes")
 _ENGINE = ("max_batch", "max_queue", "decode_steps_per_chunk", "default_max_tokens", "tool_format", "determinism")
 _CALIBRATION = ("calibration", "samples", "length")
-_CHAT = ("tools", "reasoning_budget", "logits_processors")
+_CHAT = ("tools", "reasoning_budget")
 FEATURES = {
     "gpu": Feature("a GPU", "target", "build for cpu, or export without the part (--text-only leaves out a tower)"),
     "stages": Feature("parts on several boxes"),
@@ -40,7 +40,7 @@ FEATURES = {
     "drafting": Feature("drafts, token by token", "draft", "name another bundle"),
     "answers": Feature("answers of its own", "bundle", "load another one"),
     "timing": Feature("prefill and decode to time", "bundle", "llmc run --stats shows the speed of an answer"),
-    **dict.fromkeys(_CHAT, Feature("a grammar, tool calls or reasoning")),
+    **dict.fromkeys(_CHAT, Feature("tool calls or bounded reasoning")),
 }
 # Features that do not go together, whatever the model is.
 CLASHES = {"stages": ("gpu", "adapters", "draft_head"), "adapters": ("gpu",), "draft_head": ("gpu",)}

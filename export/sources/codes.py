@@ -29,25 +29,18 @@ MXFP4_BLOCK = 32
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """A matrix W [N, K].
+    """A matrix W [N, K]."""
 
-    Attributes:
-        codes: [N, K] of type I4 or I8.
-        block: columns that share a scale; a divisor of K.
-        scales: makes them, float32 [N, K / block].
-        zero_points: makes them, int8 [N, K / block]; None where all are zero.
-        offsets: makes them, float32 [N, K / block]; None where all are zero.
-        order: int32 [K] if columns are permuted: column k of W is column order[k] of ``codes``; else None.
-        stacked: matrices of as many experts, one below the other; 0 of one that is none of an expert.
-    """
-
-    codes: StoredTensor | MadeTensor
-    block: int
-    scales: Callable[[], NDArray[np.float32]]
+    codes: StoredTensor | MadeTensor  # [N, K] of type I4 or I8
+    block: int  # columns that share a scale; a divisor of K
+    scales: Callable[[], NDArray[np.float32]]  # computes float32 [N, K / block]
+    # computes int8 [N, K / block]; None if all are zero
     zero_points: Callable[[], NDArray[np.int8]] | None = None
+    # computes float32 [N, K / block]; None if all are zero
     offsets: Callable[[], NDArray[np.float32]] | None = None
+    # int32 [K] if columns are permuted: column k of W is column order[k] of ``codes``; else None
     order: NDArray[np.int32] | None = None
-    stacked: int = 0
+    stacked: int = 0  # number of experts whose matrices are stacked; 0 for any other matrix
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,15 +74,11 @@ class QuantizedTensor:
 class Mxfp4Tensor:
     """The matrices W [E, N, K] of all experts in MXFP4: floats of 4 bits, of which 32 share a power of two.
 
-    Attributes:
-        codes: uint8 [E, N, K / 2], E2M1, the first of two in the low half.
-        scales: uint8 [E, N, K / 32], exponents with 127 added.
-
     Source: OCP Microscaling Formats (MX) 1.0.
     """
 
-    codes: StoredTensor | MadeTensor
-    scales: StoredTensor | MadeTensor
+    codes: StoredTensor | MadeTensor  # uint8 [E, N, K / 2], E2M1, the first of two in the low half
+    scales: StoredTensor | MadeTensor  # uint8 [E, N, K / 32], exponents with 127 added
     dtype = "U8"
     kind = Codes(4, MXFP4_BLOCK, zero_points=False, kind="mxfp4")
 
@@ -98,25 +87,19 @@ class Mxfp4Tensor:
         return (*self.codes.shape[:2], 2 * self.codes.shape[2])
 
     def parts(self) -> dict[str, StoredTensor | MadeTensor]:
-        """As of a :class:`QuantizedTensor`."""
+        """The stored tensors, as in :class:`QuantizedTensor`."""
         return {"": self.codes, ".scales": self.scales}
 
 
 @dataclass(frozen=True, eq=False)
 class GgmlTensor:
-    """A matrix W [N, K] in GGML's blocks, which stay where they lie in GGUF files.
+    """A matrix W [N, K] in GGML's blocks, which stay where they lie in GGUF files."""
 
-    Attributes:
-        stored: one or two matrices of one type and one width, the second below the first.
-        rows: int32 [N], the places of W's rows in ``stored``; None where they are all of its rows in their order.
-        columns: int32 [K], the places of W's columns; None where they are in order.
-        stacked: as of a :class:`QuantizedTensor`.
-    """
-
-    stored: tuple[StoredTensor, ...]
+    stored: tuple[StoredTensor, ...]  # one or two matrices of one type and one width, the second below the first
+    # int32 [N], indices of W's rows in ``stored``; None if they are all of its rows in order
     rows: NDArray[np.int32] | None = None
-    columns: NDArray[np.int32] | None = None
-    stacked: int = 0
+    columns: NDArray[np.int32] | None = None  # int32 [K], indices of W's columns; None if they are in order
+    stacked: int = 0  # as in :class:`QuantizedTensor`
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -133,7 +116,7 @@ class GgmlTensor:
         return LAYOUTS[self.dtype].kind
 
     def parts(self) -> dict[str, StoredTensor | MadeTensor]:
-        """As of a :class:`QuantizedTensor`; bytes have the name of their block type as ``dtype``."""
+        """The stored tensors, as in :class:`QuantizedTensor`; the ``dtype`` of bytes is their block type."""
         found: dict[str, StoredTensor | MadeTensor] = {}
         for part, stored in zip(("", ".second"), self.stored, strict=False):
             found[part] = replace(stored, shape=(stored.shape[0], stored.length // stored.shape[0]))
@@ -162,11 +145,11 @@ Weight = StoredTensor | MadeTensor | QuantizedTensor | Mxfp4Tensor | GgmlTensor
 
 def flatten_tensors(tensors: Mapping[str, Weight]) -> dict[str, StoredTensor | MadeTensor]:
     """Tensors by name, quantized ones as their parts: ``P.weight`` are codes, with ``P.weight.scales`` and so on."""
-    found: dict[str, StoredTensor | MadeTensor] = {}
+    flat: dict[str, StoredTensor | MadeTensor] = {}
     for name, tensor in tensors.items():
         parts = tensor.parts() if isinstance(tensor, QuantizedTensor | Mxfp4Tensor | GgmlTensor) else {"": tensor}
-        found |= {f"{name}{part}": value for part, value in parts.items()}
-    return found
+        flat |= {f"{name}{part}": value for part, value in parts.items()}
+    return flat
 
 
 @overload
@@ -213,8 +196,8 @@ def _slice_quantized(tensor: QuantizedTensor, start: int, stop: int) -> Quantize
 def pack_codes(codes: NDArray[np.int8]) -> NDArray[np.uint8]:
     """Pack 4-bit codes [N, K], K even, into uint8 [N, K / 2]."""
     halves = codes.view(np.uint8)
-    found: NDArray[np.uint8] = (halves[:, 0::2] & np.uint8(15)) | (halves[:, 1::2] << np.uint8(4))
-    return found
+    packed: NDArray[np.uint8] = (halves[:, 0::2] & np.uint8(15)) | (halves[:, 1::2] << np.uint8(4))
+    return packed
 
 
 def _store_codes(codes: NDArray[np.int8], dtype: str) -> NDArray[Any]:

@@ -84,7 +84,11 @@ def test_of_a_model_in_stages_each_that_is_here_is_shown_and_planned_and_the_oth
     """The first of three stages lies beside the last, and the second is on another box."""
     geometry = uniform("llama", 6, 64, 128, 4, 2, 16, 320, 512, True, (0,) * 6)
     first = replace(manifest, geometry=geometry, stage=bundle.Stage(0, (0, 1, 4)), golden=(), quality=None)
-    first = replace(first, memory=manifest.memory.without("weights").add(bundle.Part("weights", 7_000_000)), files=read_bundle(bundle_folder).files)
+    first = replace(
+        first,
+        memory=manifest.memory.without("weights").add(bundle.Part("weights", 7_000_000)),
+        files=read_bundle(bundle_folder).files,
+    )
     (bundle_folder / "stage-0").mkdir()
     shutil.copy(bundle_folder / "decode.onnx", bundle_folder / "stage-0")
     bundle.write_manifest(first, bundle_folder / "stage-0")

@@ -12,8 +12,8 @@ from fastapi import FastAPI
 from ray import serve
 from starlette.types import Message
 
-from llmc.bundle.model.kinds import allows
 from llmc.errors import EngineClosedError, GpuError, LlmcError, UsageError
+from llmc.runtime.generator import Generator
 from llmc.runtime.server.app import make_app
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.fleet.calls import BILL
@@ -90,7 +90,7 @@ class Replica:
         if pool.lost is not None:
             raise pool.lost
         for name, model in pool.models().items():
-            if allows(model.manifest.geometry, "max_batch"):
+            if isinstance(model, Generator):
                 try:
                     await asyncio.to_thread(model.engine.call, lambda: None)  # its thread answers between two steps
                 except EngineClosedError:
