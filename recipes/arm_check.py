@@ -114,14 +114,17 @@ def build_bundles(shared: Path) -> None:
 
     from llmc.export import export
     from llmc.optimize.build import build
+    from llmc.optimize.recipe import BuildRequest
 
     tiny = export(HERE / "recipes" / "tiny" / "checkpoint", shared / "tiny" / "export").output
-    build(tiny, shared / "int8" / "bundle")
-    build(tiny, shared / "fp32" / "bundle", precision="fp32")
+    build(BuildRequest(tiny, shared / "int8" / "bundle"))
+    build(BuildRequest(tiny, shared / "fp32" / "bundle", precision="fp32"))
     folder = shared / "encoders"
     folder.mkdir()
     for name, write in (("embed", encoders.write_embedder), ("rank", encoders.write_reranker)):
-        build(export(write(folder / f"{name}-checkpoint"), folder / f"{name}-export").output, folder / name)
+        build(
+            BuildRequest(export(write(folder / f"{name}-checkpoint"), folder / f"{name}-export").output, folder / name)
+        )
     for made in ("tiny", "int8", "fp32", "encoders"):
         (shared / made / "made").touch()
 

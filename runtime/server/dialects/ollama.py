@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, ValidationInfo, model_validator
 from starlette.responses import JSONResponse
 
+from llmc.bundle.model.kinds import allows
 from llmc.runtime.api.chat import Message
 from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.server.dialects.completions import CompletionRequest
@@ -546,7 +547,7 @@ async def show(body: Annotated[Named, take_body(Named)], call: Called, service: 
     manifest = service.pool.manifest(name)
     geometry = manifest.geometry
     encoder, family = geometry.encoder, geometry.model_type
-    calls = service.pool.has_template(name) and geometry.diffusion is None
+    calls = service.pool.has_template(name) and allows(geometry, "tools")
     able = ["embedding"] if encoder else ["completion", *["tools"] * calls]
     return {
         **{key: value for key, value in card(service, name).items() if key in ("details", "modified_at")},

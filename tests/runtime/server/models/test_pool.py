@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles.plans import plan_of
 from doubles.refusals import about
 
-from llmc.bundle import ADAPTERS_FOLDER, Manifest, MemoryPlan, write_manifest
+from llmc.bundle import ADAPTERS_FOLDER, Manifest, write_manifest
 from llmc.errors import BundleError, EngineClosedError, GpuError, LlmcError, RequestError, ResourceError, UsageError
 from llmc.publish import file_entries
 from llmc.runtime import load
@@ -78,7 +79,7 @@ def loader(monkeypatch: pytest.MonkeyPatch) -> Loader:
 @pytest.fixture
 def folders(tmp_path: Path, manifest: Manifest) -> dict[str, Path]:
     """Three bundles without anything to run, of SIZE bytes each."""
-    plan = MemoryPlan(engine=0, tokenizer=0, logits=0, weights=SIZE)
+    plan = plan_of(engine=0, tokenizer=0, logits=0, weights=SIZE)
     found = {}
     for name in "abc":
         found[name] = tmp_path / name
