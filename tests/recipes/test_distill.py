@@ -14,6 +14,7 @@ from doubles.modules import load_file, random_checkpoints
 from llmc.errors import CheckpointError, UsageError
 from llmc.export import export
 from llmc.optimize.build import build
+from llmc.optimize.recipe import BuildRequest
 from llmc.runtime import load
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -58,7 +59,7 @@ def test_a_student_that_learned_drafts_for_its_teacher(
     before, after = (float(word[:-1]) for word in result.split() if word.endswith("%"))
     assert after > before
     export(tmp_path / "draft", tmp_path / "export")
-    build(tmp_path / "export", tmp_path / "bundle", max_context=128)
+    build(BuildRequest(tmp_path / "export", tmp_path / "bundle", max_context=128))
     with load(tiny_bundle) as plain, load(tiny_bundle, draft=str(tmp_path / "bundle")) as drafted:
         asked = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
         assert drafted.generate("import os\n", **asked).text == plain.generate("import os\n", **asked).text
