@@ -18,6 +18,7 @@ from llmc.cli.options import (
     debug_option,
     force_option,
     json_option,
+    make_request,
     memory_option,
     new_path,
     precision_options,
@@ -25,11 +26,9 @@ from llmc.cli.options import (
     small_option,
     source_path,
     stages_option,
-    take,
-    take_precision,
 )
 from llmc.cli.stopping import cleanly_stopped
-from llmc.errors import UsageError, require
+from llmc.errors import require
 from llmc.publish import refuse_to_overwrite, work_folder
 
 if TYPE_CHECKING:
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 
 # What --rebuild looks at.
 REBUILDING = ("source", "output", "rebuild", "force", "as_json", "debug")
-ENGINE = ("compute_capabilities", "deferred")
-LIMITS = ("max_kl", "min_agreement", "max_perplexity_increase")
 
 
 @click.command("build", short_help="Build a bundle from an export or a checkpoint, and verify it.")
@@ -123,36 +120,6 @@ def rebuild_bundle(source: Path, output: Path | None, force: bool, as_json: bool
         show.print_json(report)
     else:
         print_report(report)
-
-
-def make_request(source: Path, *, small: bool, recipe: str | None, **choices: Any) -> BuildRequest:
-    """The request that options of ``llmc build`` or ``llmc plan`` stand for."""
-    from llmc.bundle import Budget
-    from llmc.optimize.recipe import BuildRequest, find_recipe
-    from llmc.optimize.recipe.engine import EngineRequest
-
-    calibrates = not choices.pop("no_calibration", False)
-    limits, engine = take(choices, LIMITS), take(choices, ENGINE)
-    request = BuildRequest(
-        source,
-        precision=take_precision(choices),
-        phases="shared" if small else None,
-        budget=Budget(**limits) if limits else None,
-        engine=EngineRequest(**engine) if engine else None,
-        recipe=find_recipe(recipe),
-        decoder=open_decoder if calibrates else None,
-        **choices,
-    )
-    if not calibrates and (option := request.calibration_option):
-        raise UsageError(option, "is given beside --no-calibration", "leave one of them out")
-    return request
-
-
-def open_decoder(export: Path, device: str) -> Any:
-    """The unquantized decoder of an export; imports torch."""
-    from llmc.export.streaming import StreamedDecoder
-
-    return StreamedDecoder(export, device)
 
 
 @contextmanager

@@ -13,11 +13,11 @@ import click
 
 from llmc.bundle import CONFIG_FILE, TOKENIZER_FILE, TOKENIZER_FILES, read_bundle, read_export
 from llmc.cli import output as show
-from llmc.cli.build import make_request
 from llmc.cli.options import (
     SectionCommand,
     debug_option,
     json_option,
+    make_request,
     memory_option,
     precision_options,
     recipe_option,

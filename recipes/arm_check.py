@@ -30,7 +30,7 @@ EXTRAS = ("cpu", "build", "guided", "metrics", "serve")
 # Of the extra dev what tests of the runtime import, and none that needs torch, a browser or a GPU.
 TESTED_WITH = ("openai", "anthropic", "pytest", "hypothesis", "jsonschema")
 TOO_LARGE = re.compile("No module named '(torch|transformers|gguf)'")  # tests that compare with these are left out
-ROOMS = ("sampling", "kv", "text", "guided", "sessions/onnxruntime/test_cpu.py", "engine", "server/openai")
+ROOMS = ("sampling", "kv", "text", "guided", "sessions/onnxruntime/test_cpu.py", "engine", "server/dialects")
 LIMIT_S = 600  # of a test
 # What /proc/cpuinfo says of a core: its part, and what it has beyond the first features.
 BASE = "fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid"

@@ -166,7 +166,7 @@ def load(
             raise
         return model
 
-    return read_undisturbed(_folder(bundle), open_bundle, LoadedBundle.close)
+    return read_undisturbed(_folder(bundle), open_bundle, lambda model: model.close())
 
 
 def _check_kind(manifest: Manifest, kind: type[LoadedBundle]) -> None:
