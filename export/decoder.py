@@ -11,13 +11,15 @@ from llmc.export import ops
 from llmc.export.blocks.attention import Attention
 from llmc.export.blocks.experts import Experts
 from llmc.export.blocks.latent import LatentAttention
-from llmc.export.blocks.linear import Embedding, Linear, PositionEmbedding, TiedHead, as_float, cut
+from llmc.export.blocks.linear import Embedding, Linear, PositionEmbedding, TiedHead, as_float
 from llmc.export.blocks.mlp import ACTIVATIONS, MLP
 from llmc.export.blocks.norm import Norm
 from llmc.export.blocks.recurrent import Recurrent
 from llmc.export.blocks.rope import SwitchingRope, make_rope
 from llmc.export.blocks.scale import Scale, Softcap
-from llmc.export.config import EMBEDDING_NORM, DecoderConfig, HeadConfig
+from llmc.export.config import DecoderConfig
+from llmc.export.heads.blocks import BestClusters, HeadInput, TokenRows, add_ends
+from llmc.export.heads.shapes import EMBEDDING_NORM
 
 Tensors = tuple[Tensor, ...]
 
@@ -84,55 +86,6 @@ class Positions(nn.Module):
         return past_lengths.unsqueeze(1) + indices
 
 
-class HeadInput(nn.Module):
-    """embeddings (B, S, N), rows (R, W), indices (B, S) -> what the stream of a draft head begins with, and what its
-    attention reads beside it. A row is another model's hidden states or the head's own; the other part is zeros."""
-
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__()
-        self.config = config
-
-    def forward(self, embedded: Tensor, rows: tuple[Tensor, Tensor], stack: Any) -> tuple[Tensor, Tensor | None]:
-        given, own = cut(functional.embedding(*rows), len(self.config.borders) * self.config.width)
-        if self.config.input_norm:
-            given = stack.input_norm(given)
-        if self.config.beside:
-            return stack.fc(given) + own, embedded
-        hidden = stack.target_norm(given) + own
-        if self.config.lent:
-            return stack.fc(torch.cat((embedded, hidden), -1)), None
-        both = stack.pre_fc_norm_embedding(embedded), stack.pre_fc_norm_hidden(hidden)
-        return stack.fc(torch.cat(both, -1)), None
-
-
-class TokenRows(nn.Module):
-    """logits (B, O, D) of some tokens -> of all (B, O, V)."""
-
-    index: Tensor  # (V)
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        super().__init__()
-        self.register_buffer("index", torch.tensor(tokens), persistent=False)
-
-    def forward(self, logits: Tensor) -> Tensor:
-        return functional.pad(logits, (0, 1), value=-torch.inf).index_select(2, self.index)
-
-
-class BestClusters(nn.Module):
-    """logits (B, O, V), scores of clusters (B, O, C) -> the logits of the best clusters' tokens."""
-
-    cluster: Tensor  # (V)
-
-    def __init__(self, clusters: Sequence[int], best: int) -> None:
-        super().__init__()
-        self.best = best
-        self.register_buffer("cluster", torch.tensor(clusters), persistent=False)
-
-    def forward(self, logits: Tensor, scores: Tensor) -> Tensor:
-        chosen = scores >= scores.topk(self.best).values[..., -1:]
-        return torch.where(chosen.index_select(2, self.cluster), logits, -torch.inf)
-
-
 class DecoderLayer(nn.Module):
     """Residual block: mixers and, if the layer has them, MLP or experts, with norms where :class:`Placement` says."""
 
@@ -142,18 +95,16 @@ class DecoderLayer(nn.Module):
         self.index, self.placement = index, layer.placement
         self.self_attn = self.recurrent = self.mlp = self.experts = None
         if layer.attention is not None:
-            rope = None if layer.attention.rope is None else config.ropes[layer.attention.rope]
             kind = LatentAttention if layer.attention.latent else Attention
-            more = (config.attention_inputs,) if config.attention_inputs != hidden_size else ()
-            self.self_attn = kind(layer.attention, rope, hidden_size, config.norm, *more)
+            self.self_attn = kind(layer.attention, config.site(index, "self_attn"), config.norm)
         if layer.recurrent is not None:
-            self.recurrent = Recurrent(layer.recurrent, hidden_size, config.norm)
+            self.recurrent = Recurrent(layer.recurrent, config.site(index, "recurrent"), config.norm)
         self.residual_scale, self.mixers, self.feeders = Scale(config.residual_scale), Sum(), Sum()
         self.attention_scale, self.recurrent_scale = Scale(layer.attention_scale), Scale(layer.recurrent_scale)
         if layer.mlp is not None:
-            self.mlp = MLP(layer.mlp, hidden_size)
+            self.mlp = MLP(layer.mlp, config.site(index, "mlp"), config.norm)
         if layer.experts is not None:
-            self.experts = Experts(layer.experts, hidden_size, config.norm)
+            self.experts = Experts(layer.experts, config.site(index, "experts"), config.norm)
         place = self.placement
         of_mixers = (place.before_attention, place.after_attention) if layer.attention or layer.recurrent else ()
         of_mlp = (place.before_mlp, place.after_mlp) if layer.mlp or layer.experts else ()
@@ -243,6 +194,9 @@ class DecoderLayer(nn.Module):
 class Stack(nn.Module):
     """All but the head; Hugging Face calls it ``model``. Only a namespace: :class:`Decoder` runs it."""
 
+    post_projection: Linear  # this and the next of some draft heads
+    centroids: Linear
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.own_width)
@@ -252,15 +206,7 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(len(config.layers)))
         self.norm = Norm(config.hidden_size, config.norm)
         if config.head is not None:
-            self.fc = Linear(config.head.inputs, config.hidden_size)
-            for name in config.head.norms:
-                self.add_module(name, Norm(config.head.width, config.norm))
-            if config.head.lent:
-                self.post_projection = Linear(config.hidden_size, config.own_width)
-            if config.head.clusters:
-                self.centroids = Linear(config.hidden_size, 1 + max(config.head.clusters))
-            if config.head.input_norm:
-                self.input_norm = Norm(len(config.head.borders) * config.head.width, config.norm)
+            add_ends(self, config.head, config.hidden_size, config.norm)
         if config.per_layer:
             width = len(config.layers) * config.per_layer
             self.embed_tokens_per_layer = Embedding(config.vocab_size, width)

@@ -7,7 +7,7 @@ from llmc.bundle.model.encoder import DENSE, SCORE
 from llmc.export.blocks.linear import Linear
 from llmc.export.blocks.rope import RotaryEmbedding, inverse_frequencies
 from llmc.export.blocks.scale import Scale
-from llmc.export.config import DecoderConfig, linears
+from llmc.export.config import DecoderConfig
 from llmc.export.decoder import Stack, TakePositions
 
 # Least length that vectors are divided by, as in torch's normalize: zero vectors stay zero.
@@ -44,7 +44,9 @@ class Encoder(nn.Module):
         self.rotary_emb = nn.ModuleList(RotaryEmbedding(inverse_frequencies(rope)) for rope in config.ropes)
         self.dense, self.score = (
             nn.ModuleList(
-                Linear(it.inputs, it.outputs, bias=it.bias) for it in linears(config) if it.name.startswith(f"{kind}.")
+                Linear(it.inputs, it.outputs, bias=it.bias)
+                for it in config.geometry.linears
+                if it.name.startswith(f"{kind}.")
             )
             for kind in (DENSE, SCORE)
         )

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from math import log, sqrt
 from typing import Any, cast
 
-from llmc.export.config import Rope, RopeType
 from llmc.export.keys import Keys
+from llmc.export.parts.rope import Rope, RopeType
 
 DEFAULT_THETA = 10_000.0  # transformers' default where a config says nothing
 TYPES = {name: name for name in ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")}
@@ -18,23 +18,15 @@ TYPES = {name: name for name in ("default", "linear", "dynamic", "llama3", "yarn
 
 @dataclass(frozen=True)
 class RopeRules:
-    """The form in which a family's config describes ropes.
+    """How a family's config describes ropes."""
 
-    Attributes:
-        theta: default base.
-        partial: default of ``partial_rotary_factor``; None if the family always rotates whole heads.
-        interleaved: see :class:`Rope`.
-        types: meaning of each rope type that the family knows, of :data:`TYPES`, or ``ntk_alpha``.
-        local: key and default of the base of the windowed layers' rope, to which scaling does not apply.
-        own: keys of the rope that the family reads itself.
-    """
-
-    theta: float = DEFAULT_THETA
-    partial: float | None = None
-    interleaved: bool = False
+    theta: float = DEFAULT_THETA  # default base
+    partial: float | None = None  # default of ``partial_rotary_factor``; None if whole heads are always rotated
+    interleaved: bool = False  # see :class:`Rope`
+    # Meaning of each rope type that the family knows, one of :data:`TYPES` or ``ntk_alpha``.
     types: Mapping[str, str] = field(default_factory=TYPES.copy)
-    local: tuple[str, float] | None = None
-    own: tuple[str, ...] = ()
+    local: tuple[str, float] | None = None  # key and default of the base of windowed layers, which scaling spares
+    own: tuple[str, ...] = ()  # keys of the rope that the family reads itself
 
 
 def read_ropes(keys: Keys, rules: RopeRules, head_dim: int, max_positions: int) -> tuple[Rope, ...]:

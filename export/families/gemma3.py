@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from llmc.export.config import DecoderConfig
 from llmc.export.families import read_text_part
-from llmc.export.families.towers import DEFAULTS as TOWER_DEFAULTS
-from llmc.export.families.towers import read_siglip
 from llmc.export.keys import Keys
-from llmc.export.vision import TowerConfig
+from llmc.export.vision.reading import DEFAULTS as TOWER_DEFAULTS
+from llmc.export.vision.reading import read_siglip
+from llmc.export.vision.shapes import TowerConfig
 
 # transformers' defaults: published configs leave these keys out.
 DEFAULTS = {

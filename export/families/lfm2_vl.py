@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from llmc.export.config import DecoderConfig
 from llmc.export.families import read_text_part
-from llmc.export.families.towers import DEFAULTS, read_siglip
 from llmc.export.keys import Keys
-from llmc.export.vision import TowerConfig
+from llmc.export.vision.reading import DEFAULTS, read_siglip
+from llmc.export.vision.shapes import TowerConfig
 
 RENAMED = (
     *((f"{outer}vision_tower{inner}", "vision") for outer in ("", "model.") for inner in ("", ".vision_model")),

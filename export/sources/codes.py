@@ -29,25 +29,15 @@ MXFP4_BLOCK = 32
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """A matrix W [N, K].
+    """A matrix W [N, K] as integers; functions make its other parts."""
 
-    Attributes:
-        codes: [N, K] of type I4 or I8.
-        block: columns that share a scale; a divisor of K.
-        scales: makes them, float32 [N, K / block].
-        zero_points: makes them, int8 [N, K / block]; None where all are zero.
-        offsets: makes them, float32 [N, K / block]; None where all are zero.
-        order: int32 [K] if columns are permuted: column k of W is column order[k] of ``codes``; else None.
-        stacked: matrices of as many experts, one below the other; 0 of one that is none of an expert.
-    """
-
-    codes: StoredTensor | MadeTensor
-    block: int
-    scales: Callable[[], NDArray[np.float32]]
-    zero_points: Callable[[], NDArray[np.int8]] | None = None
-    offsets: Callable[[], NDArray[np.float32]] | None = None
-    order: NDArray[np.int32] | None = None
-    stacked: int = 0
+    codes: StoredTensor | MadeTensor  # [N, K] of type I4 or I8
+    block: int  # columns that share a scale; a divisor of K
+    scales: Callable[[], NDArray[np.float32]]  # [N, K / block]
+    zero_points: Callable[[], NDArray[np.int8]] | None = None  # [N, K / block]; None if all are zero
+    offsets: Callable[[], NDArray[np.float32]] | None = None  # [N, K / block]; None if all are zero
+    order: NDArray[np.int32] | None = None  # [K] if columns are permuted: column k of W is column order[k] of ``codes``
+    stacked: int = 0  # number of experts whose matrices lie one below the other, 0 for none
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,17 +69,11 @@ class QuantizedTensor:
 
 @dataclass(frozen=True)
 class Mxfp4Tensor:
-    """The matrices W [E, N, K] of all experts in MXFP4: floats of 4 bits, of which 32 share a power of two.
+    """The matrices W [E, N, K] of all experts in MXFP4: floats of 4 bits, of which 32 share a power of two. Source: OCP
+    Microscaling Formats (MX) 1.0."""
 
-    Attributes:
-        codes: uint8 [E, N, K / 2], E2M1, the first of two in the low half.
-        scales: uint8 [E, N, K / 32], exponents with 127 added.
-
-    Source: OCP Microscaling Formats (MX) 1.0.
-    """
-
-    codes: StoredTensor | MadeTensor
-    scales: StoredTensor | MadeTensor
+    codes: StoredTensor | MadeTensor  # uint8 [E, N, K / 2], E2M1, the first of two in the low half
+    scales: StoredTensor | MadeTensor  # uint8 [E, N, K / 32], exponents plus 127
     dtype = "U8"
     kind = Codes(4, MXFP4_BLOCK, zero_points=False, kind="mxfp4")
 
@@ -104,19 +88,12 @@ class Mxfp4Tensor:
 
 @dataclass(frozen=True, eq=False)
 class GgmlTensor:
-    """A matrix W [N, K] in GGML's blocks, which stay where they lie in GGUF files.
+    """A matrix W [N, K] in GGML's blocks, which stay in the GGUF file."""
 
-    Attributes:
-        stored: one or two matrices of one type and one width, the second below the first.
-        rows: int32 [N], the places of W's rows in ``stored``; None where they are all of its rows in their order.
-        columns: int32 [K], the places of W's columns; None where they are in order.
-        stacked: as of a :class:`QuantizedTensor`.
-    """
-
-    stored: tuple[StoredTensor, ...]
-    rows: NDArray[np.int32] | None = None
-    columns: NDArray[np.int32] | None = None
-    stacked: int = 0
+    stored: tuple[StoredTensor, ...]  # one or two matrices of one type and width, the second below the first
+    rows: NDArray[np.int32] | None = None  # [N], places of W's rows in ``stored``; None if all are in order
+    columns: NDArray[np.int32] | None = None  # [K], places of W's columns; None if they are in order
+    stacked: int = 0  # as in :class:`QuantizedTensor`
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -38,20 +38,13 @@ class Grid:
 
 @dataclass(frozen=True)
 class Quantization:
-    """The form in which a checkpoint stores weights.
+    """How a checkpoint stores weights."""
 
-    Attributes:
-        method: one of :data:`METHODS`.
-        grids: each quantized linear has one of them.
-        ignored: modules that the config names as not quantized.
-        zero_offset: number to add to stored zero points: the original GPTQ stores them minus one.
-        block: rows and columns that share a scale of fp8; (0, 0) if a row or the whole matrix does.
-    """
-
-    method: str
-    grids: tuple[Grid, ...]
-    ignored: tuple[str, ...] = ()
-    zero_offset: int = 0
+    method: str  # one of :data:`METHODS`
+    grids: tuple[Grid, ...]  # each quantized linear has one of them
+    ignored: tuple[str, ...] = ()  # modules that the config names as not quantized
+    zero_offset: int = 0  # is added to stored zero points: the original GPTQ stores them minus one
+    # Rows and columns that share a scale of fp8; (0, 0) if a row or the whole matrix does.
     block: tuple[int, int] = (0, 0)
 
 

@@ -19,9 +19,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import relu, silu, softplus
 
-from llmc.export.config import AttentionConfig, DecoderConfig, ExpertsConfig, Layer, MlpConfig, RecurrentConfig, Rope
+from llmc.export.config import DecoderConfig, Layer
 from llmc.export.families import FAMILIES
 from llmc.export.keys import Keys
+from llmc.export.parts.attention import AttentionConfig
+from llmc.export.parts.experts import ExpertsConfig
+from llmc.export.parts.mlp import MlpConfig
+from llmc.export.parts.recurrent import RecurrentConfig
+from llmc.export.parts.rope import Rope
 from llmc.export.reading import read_decoder
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny" / "checkpoint"

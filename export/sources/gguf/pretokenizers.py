@@ -27,18 +27,12 @@ _DEEPSEEK3 = (
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Patterns in their order.
+    """How a text is cut before merges."""
 
-    Attributes:
-        whole_words: a word that is a token stays whole, whatever merges would make of it.
-        begins: a text begins with the token for beginnings where the file does not say otherwise.
-        composed: letters and accents are first composed, Unicode's form NFC.
-    """
-
-    patterns: tuple[str, ...]
-    whole_words: bool = False
-    begins: bool = False
-    composed: bool = False
+    patterns: tuple[str, ...]  # in their order
+    whole_words: bool = False  # a word that is a token stays whole, whatever merges would make of it
+    begins: bool = False  # a text begins with the token for beginnings unless the file says otherwise
+    composed: bool = False  # letters and accents are first composed (Unicode's NFC)
 
 
 _OF_GPT2 = PreTokenizer((_GPT2,))

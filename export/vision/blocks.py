@@ -1,5 +1,7 @@
 """Parts of a tower that sees."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -8,8 +10,10 @@ from llmc.export import ops
 from llmc.export.blocks.linear import Linear, as_float, cut
 from llmc.export.blocks.mlp import MLP
 from llmc.export.blocks.norm import Norm
-from llmc.export.config import MlpConfig, NormConfig
-from llmc.export.vision import PatchTowerConfig, TowerConfig
+from llmc.export.parts.mlp import MlpConfig
+from llmc.export.parts.norm import NormConfig
+from llmc.export.parts.site import Site
+from llmc.export.vision.shapes import PatchTowerConfig
 
 
 class PatchEmbedding(Linear):
@@ -51,16 +55,16 @@ class PatchAttention(nn.Module):
 
 
 class TowerLayer(nn.Module):
-    """A residual block with a layer norm before attention and before the MLP."""
+    """A residual block with a norm before attention and before the MLP."""
 
-    def __init__(self, config: TowerConfig, norm: NormConfig) -> None:
+    def __init__(self, attention: nn.Module, mlp: MlpConfig, width: int, norm: NormConfig) -> None:
         super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = (Norm(config.width, norm) for _ in range(2))
-        self.self_attn = PatchAttention(config.width, config.heads)
-        self.mlp = MLP(MlpConfig(config.inner, "gelu_tanh", gated=False, bias=True), config.width)
+        self.input_layernorm, self.post_attention_layernorm = (Norm(width, norm) for _ in range(2))
+        self.self_attn, self.mlp = attention, MLP(mlp, Site("mlp", 0, width, width), norm)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x))
+    def forward(self, x: Tensor, *where: Any) -> Tensor:
+        """x (T, P, N) and what attention reads beside it -> x."""
+        x = x + self.self_attn(self.input_layernorm(x), *where)
         fed: Tensor = self.mlp(self.post_attention_layernorm(x))
         return x + fed
 
@@ -110,18 +114,18 @@ class PlaceTable(nn.Module):
 class TurnedAttention(nn.Module):
     """Attention of patches that are turned by where they are, to all of their image or of their window."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, windowed: bool) -> None:
         super().__init__()
-        self.width, self.heads = width, heads
+        self.width, self.heads, self.windowed = width, heads, windowed
         self.qkv, self.o_proj = Linear(width, 3 * width, bias=True), Linear(width, width, bias=True)
         self.to_windows, self.from_windows = TakeRows(), TakeRows()
 
     def forward(self, x: Tensor, turns: tuple[Tensor, Tensor], windows: tuple[Tensor, Tensor] | None) -> Tensor:
-        """x (1, P, N), cosines and sines (1, P, D/2), and of a layer with windows the patches of each (W, L), -1 behind
-        them, and where in these each patch lies (P)."""
+        """x (1, P, N), cosines and sines (1, P, D/2); if some layers have windows the patches of each (W, L), -1 after
+        them, and each patch's place in the windows (P) -> x."""
         q, k, v = cut(self.qkv(x), self.width, self.width)
         q, k = (ops.turn_patches(part, *turns, self.heads) for part in (q, k))
-        if windows is None:
+        if not self.windowed or windows is None:
             whole: Tensor = self.o_proj(ops.patch_attention(q, k, v, self.heads))
             return whole
         slots, places = windows
@@ -130,24 +134,6 @@ class TurnedAttention(nn.Module):
         mixed = ops.patch_attention(q, k, v, self.heads, seen)
         apart: Tensor = self.o_proj(self.from_windows(mixed.flatten(0, 1), places).unsqueeze(0))
         return apart
-
-
-class TurnedLayer(nn.Module):
-    """A residual block as :class:`TowerLayer`, of patches that are turned by where they are."""
-
-    def __init__(self, config: PatchTowerConfig, norm: NormConfig, windowed: bool) -> None:
-        super().__init__()
-        self.windowed = windowed
-        self.input_layernorm, self.post_attention_layernorm = (Norm(config.width, norm) for _ in range(2))
-        self.self_attn = TurnedAttention(config.width, config.heads)
-        self.mlp = MLP(
-            MlpConfig(config.inner, "silu" if config.gated else "gelu_tanh", config.gated, bias=True), config.width
-        )
-
-    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor], windows: tuple[Tensor, Tensor] | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), turns, windows if self.windowed else None)
-        fed: Tensor = self.mlp(self.post_attention_layernorm(x))
-        return x + fed
 
 
 class PatchMerger(nn.Module):

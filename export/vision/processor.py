@@ -6,7 +6,7 @@ from typing import Any
 from llmc.bundle.model.vision import MOST_TILES, Channels, Filter, Markers, Patching, Tiling, Vision
 from llmc.errors import CheckpointError
 from llmc.export.keys import Keys
-from llmc.export.vision import PatchTowerConfig, TowerConfig
+from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
 
 PROCESSOR_FILE, IMAGES_FILE = "processor_config.json", "preprocessor_config.json"
 FORMS = ("", "Fast", "Pil")
