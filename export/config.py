@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 from llmc.bundle.model.cache import Cache
 from llmc.bundle.model.diffusion import Diffusion
@@ -21,9 +22,10 @@ from llmc.export.parts.mlp import MlpConfig
 from llmc.export.parts.norm import PRE, NormConfig, Placement
 from llmc.export.parts.recurrent import RecurrentConfig
 from llmc.export.parts.rope import Rope
-from llmc.export.parts.site import Mixer, Part, Shapes, Site, place, shapes_of_linears
+from llmc.export.parts.site import Part, Shapes, Site, place, shapes_of_linears
 from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
 
+MIXERS = "self_attn", "recurrent"
 FINAL_NORM, PER_LAYER_NORM = "model.norm", "model.per_layer_projection_norm"
 
 
@@ -41,21 +43,10 @@ class Layer:
     recurrent_scale: float = 1.0  # factor of what the recurrent mixer adds
 
     @property
-    def mixers(self) -> dict[str, Mixer]:
-        """Its mixers by module name, in the order of computation."""
-        parts: dict[str, Mixer | None] = {"self_attn": self.attention, "recurrent": self.recurrent}
-        return {name: part for name, part in parts.items() if part is not None}
-
-    @property
-    def feeders(self) -> dict[str, Part]:
-        """Its feed-forward parts by module name, in the order of computation."""
-        parts: dict[str, Part | None] = {"experts": self.experts, "mlp": self.mlp}
-        return {name: part for name, part in parts.items() if part is not None}
-
-    @property
     def parts(self) -> dict[str, Part]:
-        """Its mixers, then its feed-forward parts."""
-        return {**self.mixers, **self.feeders}
+        """Its parts by module name, in the order of computation."""
+        named = {"self_attn": self.attention, "recurrent": self.recurrent, "experts": self.experts, "mlp": self.mlp}
+        return {name: part for name, part in named.items() if part is not None}
 
 
 @dataclass(frozen=True)
@@ -149,7 +140,7 @@ class DecoderConfig:
         """The place of a layer's part in the decoder, by the part's module name."""
         layer, path, inputs = self.layers[index], f"model.layers.{index}", self.hidden_size
         norm, stream, scaled = layer.placement.before_attention, path, True
-        if name in layer.mixers:
+        if name in MIXERS:
             inputs = self.attention_inputs if name == "self_attn" else inputs
             scaled = inputs == self.hidden_size  # else the norm makes a part of the inputs
         else:
@@ -206,14 +197,14 @@ class DecoderConfig:
         yield where.before_attention, hidden, (index > 0 or self.learned_positions) and not self.layer_scalars
         if self.head and self.head.beside:
             yield EMBEDDING_NORM, hidden, False
-        for module, mixer in layer.mixers.items():
-            yield from ((f"{module}.{name}", size, False) for name, size in mixer.list_norms(hidden))
+        own = [[(f"{m}.{n}", size, False) for n, size in it.list_norms(hidden)] for m, it in layer.parts.items()]
+        mixers = len(layer.parts.keys() & {*MIXERS})
+        yield from chain(*own[:mixers])
         yield where.after_attention, hidden, False
-        if layer.feeders:
+        if own[mixers:]:
             yield where.before_mlp, hidden, not where.parallel
             yield where.before_experts, hidden, False
-            for module, part in layer.feeders.items():
-                yield from ((f"{module}.{name}", size, False) for name, size in part.list_norms(hidden))
+            yield from chain(*own[mixers:])
             yield from ((name, hidden, False) for name in (where.after_experts, where.after_dense, where.after_mlp))
         if self.per_layer:
             yield "post_per_layer_input_norm", hidden, False
@@ -224,7 +215,7 @@ class DecoderConfig:
             yield from self.head.lent
         elif self.encoder is None:
             for index, layer in enumerate(self.layers):
-                for name, part in layer.mixers.items():
+                for name, part in layer.parts.items():
                     yield from part.list_caches(self.site(index, name))
 
     @property

@@ -1,11 +1,11 @@
 """The decoder: one torch module for every family, named like Hugging Face's so that checkpoint tensors fit by name."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from llmc.export import ops
 from llmc.export.blocks.attention import Attention
@@ -14,14 +14,14 @@ from llmc.export.blocks.latent import LatentAttention
 from llmc.export.blocks.linear import Embedding, Linear, PositionEmbedding, TiedHead, as_float
 from llmc.export.blocks.mlp import ACTIVATIONS, MLP
 from llmc.export.blocks.norm import Norm
+from llmc.export.blocks.part import Call, Tensors
 from llmc.export.blocks.recurrent import Recurrent
 from llmc.export.blocks.rope import SwitchingRope, make_rope
 from llmc.export.blocks.scale import Scale, Softcap
 from llmc.export.config import DecoderConfig
 from llmc.export.heads.blocks import BestClusters, HeadInput, TokenRows, add_ends
 from llmc.export.heads.shapes import EMBEDDING_NORM
-
-Tensors = tuple[Tensor, ...]
+from llmc.export.vision.rows import DeepRows, EmbeddingRows, RowsAhead
 
 
 class TakePositions(nn.Module):
@@ -36,38 +36,6 @@ class Sum(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
-
-
-class EmbeddingRows(nn.Module):
-    """x (B, S, N), rows (R, N or more), indices (B, S) -> x with the first part of a row wherever its index is not -1.
-    That is the last row to a Gather, so at least one must be there."""
-
-    def forward(self, x: Tensor, rows: Tensor, indices: Tensor) -> Tensor:
-        own = rows if rows.shape[1] == x.shape[2] else rows[:, : x.shape[2]]
-        return torch.where((indices >= 0).unsqueeze(-1), functional.embedding(indices, own), x)
-
-
-class DeepRows(nn.Module):
-    """x (B, S, N), rows (R, M), indices (B, S) -> x with a part of a row added wherever its index is not -1."""
-
-    def __init__(self, start: int, end: int) -> None:
-        super().__init__()
-        self.part = slice(start, end)
-
-    def forward(self, x: Tensor, rows: Tensor, indices: Tensor) -> Tensor:
-        return torch.where((indices >= 0).unsqueeze(-1), x + functional.embedding(indices, rows[:, self.part]), x)
-
-
-class RowsAhead(nn.Module):
-    """indices (B, S) of rows, -1 for none -> of how many tokens after it, up to the end of an image, each sees."""
-
-    def forward(self, indices: Tensor) -> Tensor:
-        is_row = indices >= 0
-        # The same number for the rows of an image and the token of text before it.
-        numbers = (~is_row).long().cumsum(1)
-        counted = (indices == indices).long().cumsum(1)  # 1 ... S
-        ends = (numbers.unsqueeze(1) <= numbers.unsqueeze(2)).long().sum(2)
-        return torch.where(is_row, ends - counted, 0)
 
 
 class TokensAhead(nn.Module):
@@ -123,20 +91,10 @@ class DecoderLayer(nn.Module):
         self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False) if config.layer_scalars else None
 
     def forward(
-        self,
-        x: Tensor,
-        past: Tensors | None,
-        lengths: Tensor,
-        ropes: Sequence[Tensor],
-        new_lengths: Tensor | None = None,
-        per_layer: Tensor | None = None,
-        shown: ops.Shown = ops.PLAIN,
-        beside: Tensor | None = None,
+        self, x: Tensor, past: Tensors | None, call: Call, per_layer: Tensor | None = None, beside: Tensor | None = None
     ) -> tuple[Tensor, Tensors]:
-        """Values (B, S, N), the tensors of this layer's caches, lengths (B), the frequencies of every rope, where a
-        cache is a state new lengths (B), where layers have one an input (B, S, P), what images change, and what
-        attention reads beside the values (B, S, N) -> values, caches. See
-        :class:`llmc.export.blocks.attention.Attention` for a layer without caches."""
+        """Values (B, S, N), the tensors of this layer's caches (None in an encoder), its own input (B, S, P) if layers
+        have one, and what attention reads beside the values (B, S, N) -> values, caches."""
         place = self.placement
         y, read, presents = x, x, Tensors()
         if self.self_attn is not None or self.recurrent is not None:
@@ -144,7 +102,7 @@ class DecoderLayer(nn.Module):
             if beside is not None:
                 x = read if self.normed else x
                 read = torch.cat((self._normalize(EMBEDDING_NORM, beside), read), -1)
-            mixed, presents = self._mix(read, past, lengths, ropes, new_lengths, shown)
+            mixed, presents = self._mix(read, past, call)
             y = x + self.residual_scale(self._normalize(place.after_attention, mixed))
         if self.mlp is not None or self.experts is not None:
             if not place.parallel or place.before_mlp != place.before_attention:
@@ -155,27 +113,17 @@ class DecoderLayer(nn.Module):
             y = y + self._normalize("post_per_layer_input_norm", self.per_layer_projection(inner))
         return y if self.layer_scalar is None else y * as_float(self.layer_scalar), presents
 
-    def _mix(
-        self,
-        read: Tensor,
-        past: Tensors | None,
-        lengths: Tensor,
-        ropes: Sequence[Tensor],
-        new_lengths: Tensor | None,
-        shown: ops.Shown,
-    ) -> tuple[Tensor, Tensors]:
+    def _mix(self, read: Tensor, past: Tensors | None, call: Call) -> tuple[Tensor, Tensors]:
         """The sum of what the mixers make, and their caches: attention's come first."""
-        if self.self_attn is None:
-            assert self.recurrent is not None and past is not None and new_lengths is not None
-            recurred, states = self.recurrent(read, past, new_lengths)
-            return self.recurrent_scale(recurred), states
-        attended, presents = self.self_attn(read, None if past is None else past[:2], lengths, ropes, shown)
-        attended = self.attention_scale(attended)
-        if self.recurrent is None:
-            return attended, presents
-        assert past is not None and new_lengths is not None
-        recurred, states = self.recurrent(read, past[2:], new_lengths)
-        return self.mixers(attended, self.recurrent_scale(recurred)), (*presents, *states)
+        made, presents = list[Tensor](), Tensors()
+        if self.self_attn is not None:
+            attended, presents = self.self_attn(read, past, call)
+            made.append(self.attention_scale(attended))
+        if self.recurrent is not None:
+            recurred, states = self.recurrent(read, past and past[len(presents) :], call)
+            made.append(self.recurrent_scale(recurred))
+            presents = (*presents, *states)
+        return made[0] if len(made) == 1 else self.mixers(*made), presents
 
     def _feed(self, read: Tensor, stream: Tensor) -> Tensor:
         """The sum of what experts and the MLP make, or one of them."""
@@ -275,17 +223,19 @@ class Decoder(nn.Module):
         if seen_lengths is not None:
             ahead = self.tokens_ahead(input_ids, past_lengths, seen_lengths)
         shown = ops.Shown(None if positions is None else (positions, self.config.axes), ahead)
-        x, places, inputs = borders[0], past_lengths, self.embed_per_layer(input_ids, borders[0])
+        x, inputs = borders[0], self.embed_per_layer(input_ids, borders[0])
+        call = Call(past_lengths, ropes, new_lengths, shown)
         others = self.config.head.lent if self.config.head else ()
         lent = {cache.name: past for cache, past in zip(others, pasts, strict=False)}
         for index, layer in enumerate(self.model.layers):
             past, own = () if lent else pasts[index], inputs[index] if inputs else None
             if index == self.config.first_shared:
-                x, places = self.shared_rows(x, logit_indices), self.logit_positions(past_lengths, logit_indices)
+                x = self.shared_rows(x, logit_indices)
+                call = replace(call, lengths=self.logit_positions(past_lengths, logit_indices))
             if (attention := self.config.layers[index].attention) and attention.source is not None:
                 past = lent[str(attention.source)] if lent else presents[attention.source]
                 own = own if own is None else self.shared_inputs(own, logit_indices)
-            x, present = layer(x, past, places, ropes, new_lengths, own, shown, beside)
+            x, present = layer(x, past, call, own, beside)
             if rows is not None and index < len(self.deep_rows):
                 x = self.deep_rows[index](x, rows[1], rows[0])
             borders.append(x)

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from llmc.bundle.model.encoder import DENSE, SCORE
 from llmc.export.blocks.linear import Linear
+from llmc.export.blocks.part import Call
 from llmc.export.blocks.rope import RotaryEmbedding, inverse_frequencies
 from llmc.export.blocks.scale import Scale
 from llmc.export.config import DecoderConfig
@@ -54,10 +55,10 @@ class Encoder(nn.Module):
     def forward(self, input_ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor]]:
         """ids (B, S), lengths (B) -> vectors (B, W) or scores (B), and the values (B, S, N) before the first layer and
         after each. They are outputs so that the graph can be cut there."""
-        ropes = [rope.inv_freq for rope in self.rotary_emb]
+        call = Call(lengths, [rope.inv_freq for rope in self.rotary_emb])
         borders = [self.embedding_scale(self.model.embed_tokens(input_ids))]
         for layer in self.model.layers:
-            borders.append(layer(borders[-1], None, lengths, ropes)[0])
+            borders.append(layer(borders[-1], None, call)[0])
         if self.end.pooling == "mean":
             pooled = self.mean(self.model.norm(borders[-1]), lengths)
         else:

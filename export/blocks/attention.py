@@ -1,20 +1,16 @@
 """Attention over a cache."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from llmc.export import ops
-from llmc.export.blocks.linear import Linear, as_float, cut
-from llmc.export.blocks.part import PartModule
+from llmc.export.blocks.linear import as_float, cut
+from llmc.export.blocks.part import Call, PartModule, Tensors
 from llmc.export.blocks.rope import RotaryEmbedding
 from llmc.export.parts.attention import AttentionConfig
 from llmc.export.parts.norm import NormConfig
 from llmc.export.parts.site import Site
-
-Cache = tuple[Tensor, Tensor]
 
 
 class Rotation(nn.Module):
@@ -26,14 +22,6 @@ class Rotation(nn.Module):
 
 class Attention(PartModule):
     """Grouped-query attention over a cache that the caller owns, or without one over the tokens of the call."""
-
-    q_proj: Linear
-    k_proj: Linear
-    v_proj: Linear
-    o_proj: Linear
-    q_scale: Tensor
-    k_scale: Tensor
-    sinks: Tensor
 
     def __init__(self, config: AttentionConfig, site: Site, norm: NormConfig) -> None:
         super().__init__(config, site, norm)
@@ -53,19 +41,18 @@ class Attention(PartModule):
         if config.rope is None or config.rotates_first:
             self.rotary_emb = RotaryEmbedding(np.zeros(config.head_dim // 2, np.float32))
 
-    def forward(
-        self, x: Tensor, past: Cache | None, lengths: Tensor, ropes: Sequence[Tensor], shown: ops.Shown = ops.PLAIN
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """``lengths`` (B) are those of the cache, or without one of the rows; ``ropes`` are the frequencies (R/2) of
-        each of the decoder's ropes. An attention that reads the cache of another layer gets it whole, and positions
-        (B, S) in the place of lengths. ``shown`` is what images change."""
-        config, gate = self.config, None
+    def forward(self, x: Tensor, past: Tensors | None, call: Call) -> tuple[Tensor, Tensors]:
+        """x (B, S, N), keys and values of its cache or of the one that it reads -> values (B, S, N), its cache."""
+        config, gate, lengths = self.config, None, call.lengths
+        inv_freq = None if config.rope is None else call.ropes[config.rope]
+        cache = None if past is None else (past[0], past[1])
         if config.source is not None:
-            assert past is not None and config.rope is not None
+            assert cache is not None and inv_freq is not None
             queries = self.normalize("q_norm", self.q_proj(x))
-            attn = ops.shared_attention(queries, past, lengths, ropes[config.rope], self.knobs, behind=config.lent)
-            return self.o_proj(attn), ()
-        q, k, inv_freq = self.q_proj(x), self.k_proj(x), None if config.rope is None else ropes[config.rope]
+            return self.o_proj(
+                ops.shared_attention(queries, cache, lengths, inv_freq, self.knobs, behind=config.lent)
+            ), ()
+        q, k = self.q_proj(x), self.k_proj(x)
         v = k if config.keys_are_values else self.v_proj(x)
         if config.gated:
             q, gate = (part.flatten(-2) for part in cut(q.unflatten(-1, (-1, 2 * config.head_dim)), config.head_dim))
@@ -79,10 +66,10 @@ class Attention(PartModule):
         if config.qk_scales:
             q, k = q * as_float(self.q_scale), k * as_float(self.k_scale)
         inv_freq = self.rotary_emb.inv_freq if inv_freq is None else inv_freq
-        if past is None:
+        if cache is None:
             assert not config.sinks, "no encoder has sinks"
             attn = ops.self_attention(q, k, v, lengths, inv_freq, self.knobs, causal=config.causal)
             return self.o_proj(attn), ()
         sinks = as_float(self.sinks) if config.sinks else None
-        attn, keys, values = ops.cached_attention(q, k, v, past, lengths, inv_freq, self.knobs, sinks, shown)
+        attn, keys, values = ops.cached_attention(q, k, v, cache, lengths, inv_freq, self.knobs, sinks, call.shown)
         return self.o_proj(attn if gate is None else attn * torch.sigmoid(gate)), (keys, values)

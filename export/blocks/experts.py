@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from llmc.export import expert_ops
-from llmc.export.blocks.linear import Linear, as_float
+from llmc.export.blocks.linear import as_float
 from llmc.export.blocks.part import PartModule
 from llmc.export.blocks.scale import Scale
 from llmc.export.parts.experts import ExpertsConfig
@@ -29,12 +29,6 @@ class Stacked(nn.Module):
 class Experts(PartModule):
     """x and the residual stream (B, S, N) -> the sum (B, S, N) of what the experts chosen for each token make of x, by
     their weights."""
-
-    router: Linear
-    fc1_latent_proj: Linear
-    fc2_latent_proj: Linear
-    correction: Tensor
-    per_expert_scale: Tensor
 
     def __init__(self, config: ExpertsConfig, site: Site, norm: NormConfig) -> None:
         super().__init__(config, site, norm)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from llmc.bundle.model.experts import Activation
-from llmc.export.blocks.linear import Linear
 from llmc.export.blocks.part import PartModule
 from llmc.export.blocks.scale import Scale
 from llmc.export.parts.mlp import MlpConfig
@@ -40,11 +39,6 @@ ACTIVATIONS: dict[Activation, Callable[[], nn.Module]] = {
 
 class MLP(PartModule):
     """Feed-forward: down(act(gate x) * up x) if gated, else down(act(up x))."""
-
-    gate_proj: Linear
-    up_proj: Linear
-    down_proj: Linear
-    weight_proj: Linear
 
     def __init__(self, config: MlpConfig, site: Site, norm: NormConfig) -> None:
         super().__init__(config, site, norm)

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from llmc.export import recurrent_ops as ops
-from llmc.export.blocks.linear import Linear, as_float, cut
+from llmc.export.blocks.linear import as_float, cut
 from llmc.export.blocks.mlp import SiLU
-from llmc.export.blocks.part import PartModule
+from llmc.export.blocks.part import Call, PartModule, Tensors
 from llmc.export.blocks.scale import Scale
 from llmc.export.parts.norm import NormConfig
 from llmc.export.parts.recurrent import RecurrentConfig
@@ -40,16 +40,6 @@ class Recurrent(PartModule):
       itself.
     """
 
-    in_proj: Linear
-    gate_proj: Linear
-    beta_proj: Linear
-    decay_proj: Linear
-    out_proj: Linear
-    A_log: Tensor
-    dt_bias: Tensor
-    D: Tensor
-    norm_scale: Tensor
-
     def __init__(self, config: RecurrentConfig, site: Site, norm: NormConfig) -> None:
         super().__init__(config, site, norm)
         self.config = config
@@ -57,15 +47,16 @@ class Recurrent(PartModule):
         self.conv = CausalConv(config.channels, config.taps, bias=config.bias)
         self.conv_act, self.gate_act = SiLU(), SiLU()
 
-    def forward(self, x: Tensor, past: tuple[Tensor, ...], new_lengths: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """x (B, S, N), states and new lengths (B) -> values (B, S, N), states."""
+    def forward(self, x: Tensor, past: Tensors | None, call: Call) -> tuple[Tensor, Tensors]:
+        """x (B, S, N), states -> values (B, S, N), states."""
+        assert past is not None and call.new_lengths is not None
         if self.config.rule == "conv":
             before, after, inner = cut(self.in_proj(x), *[self.config.channels] * 2)
-            mixed, present = self.conv(before * inner, past[0], new_lengths)
+            mixed, present = self.conv(before * inner, past[0], call.new_lengths)
             return self.out_proj(after * mixed), (present,)
-        return self._recur(x, past, new_lengths)
+        return self._recur(x, past, call.new_lengths)
 
-    def _recur(self, x: Tensor, past: tuple[Tensor, ...], new_lengths: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _recur(self, x: Tensor, past: Tensors, new_lengths: Tensor) -> tuple[Tensor, Tensors]:
         config, keys = self.config, self.config.key_heads * self.config.key_dim
         mixed, conv_state = self.conv(self.in_proj(x), past[0], new_lengths)
         parts, gate = self.conv_act(mixed), self.gate_act(self.gate_scale(self.gate_proj(x)))

@@ -6,13 +6,13 @@ from typing import Literal
 from llmc.bundle.model.attention import Attention
 from llmc.bundle.model.cache import Cache
 from llmc.bundle.model.linear import Linear
-from llmc.export.parts.site import Shapes, Site, place
+from llmc.export.parts.site import Part, Shapes, Site, place
 
 QkNorm = Literal["none", "head", "whole", "head_after_rope"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionConfig(Attention):
+class AttentionConfig(Attention, Part):
     """An attention and its arithmetic."""
 
     scale: float | None = None  # of the products of queries and keys; None is head_dim ** -0.5

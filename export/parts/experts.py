@@ -5,7 +5,7 @@ from typing import Literal
 
 from llmc.bundle.model.experts import LATENT_INPUT, LATENT_OUTPUT, Experts
 from llmc.bundle.model.linear import Linear
-from llmc.export.parts.site import Shapes, Site, place
+from llmc.export.parts.site import Part, Shapes, Site, place
 
 Score = Literal["softmax", "sigmoid"]
 # Turns silu into a step: x * silu(STEEP * x) / STEEP differs from relu(x) ** 2 by less than 4e-8.
@@ -13,7 +13,7 @@ STEEP = 4096.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsConfig(Experts):
+class ExpertsConfig(Experts, Part):
     """A mixture of experts and its arithmetic.
 
     With ``bias`` experts compute ``(up + 1) * gate * sigmoid(alpha * gate)`` with gate and up bounded by ``limit``.

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from llmc.bundle.model.experts import Mlp
 from llmc.bundle.model.linear import Linear
-from llmc.export.parts.site import Shapes, Site, place
+from llmc.export.parts.site import Part, Site, place
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlpConfig(Mlp):
+class MlpConfig(Mlp, Part):
     """A feed-forward part and its arithmetic."""
 
     bias: bool = False
@@ -23,12 +23,6 @@ class MlpConfig(Mlp):
             site.write("down_proj", self.inner, self.bias, producer),
             *([site.read("weight_proj", 1, exact=True)] if self.weighed else []),
         ]
-
-    def list_norms(self, hidden: int) -> list[tuple[str, int]]:
-        return []
-
-    def list_shapes(self, hidden: int) -> Shapes:
-        return {}
 
     def entry(self, site: Site) -> Mlp:
         """The inventory's entry."""

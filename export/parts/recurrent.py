@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from llmc.bundle.model.cache import Cache
 from llmc.bundle.model.linear import Linear
 from llmc.bundle.model.recurrent import Recurrent
-from llmc.export.parts.site import Shapes, Site, place
+from llmc.export.parts.site import Part, Shapes, Site, place
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrentConfig(Recurrent):
+class RecurrentConfig(Recurrent, Part):
     """A mixer with states and its arithmetic."""
 
     bias: bool = False  # the convolution adds a bias, and with the rule ``conv`` the projections too

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from llmc.bundle.model.cache import Cache
 from llmc.bundle.model.linear import Linear
@@ -40,24 +40,24 @@ class Site:
         return Linear(f"{self.path}.{name}", self.hidden, inputs, bias, self.path, producer, self.layer)
 
 
-class Part(Protocol):
+class Part:
     """A part of a layer. Names are relative to its module."""
 
     def list_linears(self, site: Site) -> list[Linear]:
         """Its linears in the order of computation."""
+        raise NotImplementedError
 
     def list_norms(self, hidden: int) -> list[tuple[str, int]]:
         """Names and sizes of its norms in the order of computation."""
+        return []
 
     def list_shapes(self, hidden: int) -> Shapes:
         """Shapes of its tensors that belong to no linear and no norm."""
-
-
-class Mixer(Part, Protocol):
-    """A part that mixes tokens, and may keep a cache."""
+        return {}
 
     def list_caches(self, site: Site) -> list[Cache]:
         """The caches that it writes."""
+        return []
 
 
 def place(kind: type[T], part: Any, **where: Any) -> T:
