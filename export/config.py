@@ -182,7 +182,7 @@ class DecoderConfig:
             yield Norm(f"model.{name}", kind, size, False, False, 0)
         for index in range(len(self.layers)):
             first = dict[str, tuple[int, bool]]()  # attention and MLP may share a norm
-            for name, size, follows in self._list_norms_of(index):
+            for name, size, follows in self.list_norms_of(index):
                 if name:
                     first.setdefault(name, (size, follows))
             for name, (size, follows) in first.items():
@@ -190,7 +190,7 @@ class DecoderConfig:
         all_rows = self.encoder is not None and self.encoder.pooling == "mean"  # nothing is gathered before it
         yield Norm(FINAL_NORM, kind, self.hidden_size, bias, all_rows, None)
 
-    def _list_norms_of(self, index: int) -> Iterator[tuple[str, int, bool]]:
+    def list_norms_of(self, index: int) -> Iterator[tuple[str, int, bool]]:
         """Names and sizes of a layer's norms, and whether each is the first to read a residual sum."""
         layer, hidden = self.layers[index], self.hidden_size
         where = layer.placement

@@ -73,15 +73,10 @@ class DecoderLayer(nn.Module):
             self.mlp = MLP(layer.mlp, config.site(index, "mlp"), config.norm)
         if layer.experts is not None:
             self.experts = Experts(layer.experts, config.site(index, "experts"), config.norm)
-        place = self.placement
-        of_mixers = (place.before_attention, place.after_attention) if layer.attention or layer.recurrent else ()
-        of_mlp = (place.before_mlp, place.after_mlp) if layer.mlp or layer.experts else ()
-        of_parts = (place.before_experts, place.after_experts, place.after_dense)
-        of_inputs = ("post_per_layer_input_norm",) if config.per_layer else ()
-        beside = (EMBEDDING_NORM,) if config.head and config.head.beside else ()
         self.normed = config.head is not None and config.head.normed
-        for name in filter(None, dict.fromkeys((*of_mixers, *of_mlp, *of_parts, *of_inputs, *beside))):
-            self.add_module(name, Norm(hidden_size, config.norm))
+        for name, size, _ in config.list_norms_of(index):
+            if name and "." not in name:  # others are norms of parts
+                self.add_module(name, Norm(size, config.norm))
         self.per_layer_input_gate = None
         if config.per_layer:
             assert layer.mlp is not None

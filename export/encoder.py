@@ -1,5 +1,7 @@
 """The encoder: a decoder's layers run once over whole texts, then pooling to a vector or a score for each text."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -55,7 +57,8 @@ class Encoder(nn.Module):
     def forward(self, input_ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor]]:
         """ids (B, S), lengths (B) -> vectors (B, W) or scores (B), and the values (B, S, N) before the first layer and
         after each. They are outputs so that the graph can be cut there."""
-        call = Call(lengths, [rope.inv_freq for rope in self.rotary_emb])
+        ropes: list[Any] = [rope.inv_freq for rope in self.rotary_emb]
+        call = Call(lengths, ropes)
         borders = [self.embedding_scale(self.model.embed_tokens(input_ids))]
         for layer in self.model.layers:
             borders.append(layer(borders[-1], None, call)[0])
