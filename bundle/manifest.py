@@ -254,17 +254,11 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Budget:
-    """Quality that a bundle must keep to be published; None asks for nothing.
+    """Quality that a bundle must keep to be published; None asks for nothing."""
 
-    Attributes:
-        max_kl: largest mean KL(reference || bundle) in nats.
-        min_agreement: smallest share of positions with the same first choice, 0 ... 1.
-        max_perplexity_increase: largest relative increase of the perplexity, 0.02 for 2 %.
-    """
-
-    max_kl: float | None = None
-    min_agreement: float | None = None
-    max_perplexity_increase: float | None = None
+    max_kl: float | None = None  # largest mean KL(reference || bundle) in nats
+    min_agreement: float | None = None  # smallest fraction of positions with the same first choice, 0 to 1
+    max_perplexity_increase: float | None = None  # largest relative increase of the perplexity; 0.02 is 2 %
 
     def __bool__(self) -> bool:
         return any(limit is not None for limit in (self.max_kl, self.min_agreement, self.max_perplexity_increase))

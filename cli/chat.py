@@ -26,7 +26,7 @@ from llmc.cli.saved import Message, parse_path, read_messages, write_messages
 from llmc.errors import CancelledError, LlmcError, RequestError, UsageError, format_name
 
 if TYPE_CHECKING:
-    from llmc.runtime import GenerationResult, Model
+    from llmc.runtime import GenerationResult, Generator
     from llmc.runtime.api.chat import ChatHandle
 
 COMMANDS = {  # with the names of their arguments
@@ -66,7 +66,12 @@ def chat_command(bundle: Path, system: str | None, saved: Path | None, stats: bo
 
 
 def converse(
-    model: Model, sampling: dict[str, Any], *, stats: bool = False, system: str | None = None, saved: Path | None = None
+    model: Generator,
+    sampling: dict[str, Any],
+    *,
+    stats: bool = False,
+    system: str | None = None,
+    saved: Path | None = None,
 ) -> None:
     """Talk until the end of input."""
     refuse_several(sampling)
@@ -89,7 +94,7 @@ def converse(
             talk.keep()
 
 
-def refuse_without_template(model: Model) -> None:
+def refuse_without_template(model: Generator) -> None:
     """Refuse to answer messages with a model that only completes text."""
     try:
         _ = model.chat_template
@@ -111,7 +116,7 @@ class Conversation:
     """Messages so far, and what a line does to them."""
 
     def __init__(
-        self, model: Model, sampling: dict[str, Any], stats: bool, interactive: bool, keys: Interrupts
+        self, model: Generator, sampling: dict[str, Any], stats: bool, interactive: bool, keys: Interrupts
     ) -> None:
         self.messages: list[Message] = []
         self._images: list[Path] = []  # before the next question

@@ -41,9 +41,9 @@ def embed_command(
     bundle: Path, texts: tuple[str, ...], threads: int | None, memory: int | None, **options: Any
 ) -> None:
     """Print the vector of each of TEXTS, a JSON list on a line of its own; without TEXTS of each line of stdin."""
-    from llmc.runtime import load
+    from llmc.runtime import Embedder, load
 
-    with load(bundle, threads=threads, memory=memory) as model:
+    with load(bundle, kind=Embedder, threads=threads, memory=memory) as model:
         for vector in model.embed(read_texts(texts, bundle), **options):
             click.echo(json.dumps([float(str(value)) for value in vector]))
 
@@ -58,9 +58,9 @@ def rank_command(
 ) -> None:
     """Print DOCUMENTS by their score for QUERY, the best first, a JSON object on a line of its own for each; without
     DOCUMENTS the lines of stdin."""
-    from llmc.runtime import load
+    from llmc.runtime import Embedder, load
 
-    with load(bundle, threads=threads, memory=memory) as model:
+    with load(bundle, kind=Embedder, threads=threads, memory=memory) as model:
         given = read_texts(documents, bundle)
         scores = model.rank(query, given, **options)
     for place in sorted(range(len(given)), key=lambda place: -scores[place]):

@@ -26,7 +26,7 @@ def verify_command(bundle: Path, threads: int | None, emulate: bool, as_json: bo
 
     Exits with 1 if a file is corrupt or this machine computes something else.
     """
-    from llmc.runtime.model import verify
+    from llmc.runtime.loading import verify
 
     with show.progress() as progress:
         report = verify(bundle, threads=threads, emulate=emulate, progress=progress)

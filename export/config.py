@@ -236,6 +236,9 @@ class DecoderConfig:
             for name, part in layer.parts.items():
                 own = part.list_shapes(self.hidden_size)
                 shapes |= {f"{path}.{name}.{tensor}": shape for tensor, shape in own.items()}
+        for item in geometry.mixtures:
+            shapes |= {f"{part.name}.weight": (item.count, part.outputs, part.inputs) for part in item.parts}
+            shapes |= {f"{part.name}.bias": (item.count, part.outputs) for part in item.parts if part.bias}
         return shapes if self.tower is None else shapes | self.tower.parameter_shapes
 
     @property

@@ -191,18 +191,20 @@ class Decoder(nn.Module):
         logit_indices: Tensor,
         pasts: Sequence[Tensors],
         new_lengths: Tensor | None = None,
-        rows: tuple[Tensor, Tensor] | None = None,
+        embedding_indices: Tensor | None = None,
+        embeddings: Tensor | None = None,
         positions: Tensor | None = None,
         seen_lengths: Tensor | None = None,
         text_lengths: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensors], list[Tensor], list[Tensor]]:
-        """ids (B, S), lengths (B), indices (B, O), the tensors of each layer's caches, where one is a state new lengths
-        (B), where the model sees indices (B, S) of rows and these (R, N), where positions have several axes these (3,
-        B, S), of a diffusion model how many positions a row's tokens see (B), and where ropes switch how long each
-        row's text is (B), by default up to its last new token -> logits (B, O, V), caches, and the
-        values (B, S, N) before the first layer and after each, and each layer's own input. They are outputs so that the
-        graph can be cut there. Layers that read caches of others compute only rows whose logits are wanted. Behind the
-        caches of a draft head are its hidden states (B, O, N); ``pasts`` are those of the caches that it is lent."""
+        """Inputs of contract 1, with ``pasts`` the tensors of each layer's caches, or those that a draft head is lent.
+
+        Returns:
+            logits (B, O, V); caches, behind which are a draft head's hidden states (B, O, N); the values (B, S, N)
+            before the first layer and after each; each layer's own input. The graph can be cut at the last two.
+            Layers that read caches of others compute only rows whose logits are wanted.
+        """
+        rows = None if embedding_indices is None or embeddings is None else (embedding_indices, embeddings)
         ropes = self.list_frequencies(past_lengths + input_ids.shape[1], text_lengths)
         embedded = self.embed(input_ids, past_lengths)
         beside = None

@@ -28,6 +28,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,10 @@ import torch
 from onnxscript import opset18
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from llmc import __version__, bundle
+from llmc.bundle import contract
 from llmc.bundle.model.geometry import Geometry
 from llmc.export import expert_ops, ggml_ops, ops, recurrent_ops
 from llmc.export.blocks.rope import inverse_frequencies
@@ -74,17 +77,18 @@ _NAMED_LIKE_MODULE |= {"Gather", "GatherND"}
 # Attributes that some forms of a function have and others have not.
 _FORMS = frozenset({"activation", "axes", "behind", "both_ways"})
 # Sizes to trace with: at least 2 (torch specialises 0 and 1), and all different, so that none is confused with another.
-_BATCH, _SEQUENCE, _OUTPUTS, _CAPACITY, _ROWS = 2, 5, 3, 7, 11
+_SIZES = {"batch": 2, "sequence": 5, "outputs": 3, "capacity": 7, "rows": 11}
 
 
 def build_graph(config: DecoderConfig, tensors: Mapping[str, StoredTensor], base: Path) -> ir.Model:
     """Export the decoder and refer to its weights in the files of ``base``."""
     geometry = config.geometry
-    model = trace(lambda: (Encoder if config.encoder else Decoder)(config), tensors, *_samples(geometry))
+    samples, shapes, names = _sample_inputs(geometry)
+    model = trace(lambda: _module(geometry)(config), tensors, samples, shapes)
     graph = model.graph
     inputs = [graph.outputs.pop() for _ in range(geometry.layers * bool(geometry.per_layer))][::-1]
     borders = [graph.outputs.pop() for _ in range(geometry.layers + 1)][::-1]
-    _name_contract(graph, geometry)  # first: the next step finds by the dimensions' names what a Reshape keeps
+    _name_contract(graph, geometry, names)  # first: the next step finds by the dimensions' names what a Reshape keeps
     for name, frequencies in _frequencies(config).items():
         graph.initializers[name].const_value = ir.tensor(frequencies, name=name)
     of_tokens = (
@@ -208,58 +212,37 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _samples(geometry: Geometry) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    batch, sequence, outputs, capacity = map(torch.export.Dim, ("batch", "sequence", "outputs", "capacity"))
-    ids, lengths = torch.zeros(_BATCH, _SEQUENCE, dtype=torch.int64), torch.zeros(_BATCH, dtype=torch.int64)
-    if geometry.encoder:
-        return (ids, lengths), ({0: batch, 1: sequence}, {0: batch})
-
-    pasts, cache_dims = [], []
+def _sample_inputs(geometry: Geometry) -> tuple[tuple[Any, ...], tuple[Any, ...], list[str]]:
+    """Arguments of the module's ``forward``, the axes of each that are a call's, and the inputs in this order."""
+    inputs, axes = contract.list_inputs(geometry), {axis: torch.export.Dim(axis) for axis in _SIZES}
     layers = [geometry.caches_of(layer) for layer in range(geometry.layers)]
-    for caches in [[cache] for cache in geometry.caches] if geometry.borrows else layers:
-        held = [cache for cache in caches for _ in cache.inputs]
-        pasts.append(tuple(torch.zeros(cache.shape_of(_BATCH, _CAPACITY)) for cache in held))
-        cache_dims.append(tuple({0: batch, 2: capacity} if cache.kind == "kv" else {0: batch} for cache in held))
-    arguments = (ids, lengths, torch.zeros(_BATCH, _OUTPUTS, dtype=torch.int64), pasts)
-    dims = ({0: batch, 1: sequence}, {0: batch}, {0: batch, 1: outputs}, cache_dims)
-    more: list[Any] = [torch.ones_like(lengths) if geometry.has_states else None, None]
-    more_dims: list[Any] = [{0: batch} if geometry.has_states else None, None]
-    if geometry.vision or geometry.head:
-        more[1] = torch.zeros_like(ids), torch.zeros(_ROWS, geometry.row_width)
-        more_dims[1] = {0: batch, 1: sequence}, {0: torch.export.Dim("rows")}
-        if geometry.vision and geometry.vision.axes:
-            more.append(ids.expand(geometry.vision.axes, -1, -1).contiguous())
-            more_dims.append({1: batch, 2: sequence})
-    if geometry.diffusion:
-        more += [None, torch.full_like(lengths, _SEQUENCE)]
-        more_dims += [None, {0: batch}]
-    if geometry.long_after:
-        more += [None] * (4 - len(more)) + [torch.full_like(lengths, _SEQUENCE)]
-        more_dims += [None] * (4 - len(more_dims)) + [{0: batch}]
-    return (*arguments, *more), (*dims, *more_dims)
+    held = [[cache] for cache in geometry.caches] if geometry.borrows else layers
+
+    def arrange(made: Mapping[str, Any]) -> tuple[Any, ...]:
+        pasts = [tuple(made[name] for cache in caches for name in cache.inputs) for caches in held]
+        return tuple({**made, "pasts": pasts}.get(name) for name in signature(_module(geometry).forward).parameters)
+
+    def sample(kind: str, shape: Sequence[Any]) -> torch.Tensor:
+        return torch.zeros([_SIZES.get(axis, axis) for axis in shape], dtype=getattr(torch, kind))
+
+    samples = {name: sample(*tensor) for name, tensor in inputs.items()}
+    shapes = {name: {i: axes[it] for i, it in enumerate(shape) if it in axes} for name, (_, shape) in inputs.items()}
+    names = [name for name in tree_leaves(arrange({name: name for name in inputs})) if name is not None]
+    return arrange(samples)[1:], arrange(shapes)[1:], names
 
 
-def _name_contract(graph: ir.Graph, geometry: Geometry) -> None:
-    """Give inputs, outputs and symbolic dimensions the names of contract 1, or of an encoder's."""
-    shapes = [[str(dim) for dim in value.shape or ()] for value in graph.inputs]
-    dims = {shapes[0][0]: "batch", shapes[0][1]: "sequence"}
-    if geometry.encoder:
-        inputs, outputs = ["input_ids", "lengths"], [str(geometry.encoder.result)]
-    else:
-        pasts = [name for cache in geometry.caches for name in cache.inputs]
-        inputs = ["input_ids", "past_lengths", "logit_indices", *pasts, *(["new_lengths"] * geometry.has_states)]
-        takes_rows = geometry.vision is not None or geometry.head is not None
-        inputs += ["embedding_indices", "embeddings"] if takes_rows else []
-        inputs += ["positions"] if geometry.vision and geometry.vision.axes else []
-        inputs += ["seen_lengths"] if geometry.diffusion else []
-        inputs += ["text_lengths"] if geometry.long_after else []
-        outputs = ["logits", *(name for cache in geometry.caches for name in cache.outputs)]
-        outputs += [bundle.HIDDEN] if geometry.head else []
-        cached = (shapes[i] for i, name in enumerate(inputs) if name.startswith("past_key_values."))
-        dims |= {shapes[2][1]: "outputs", **{shape[2]: "capacity" for shape in cached}}
-        dims |= {shapes[inputs.index("embeddings")][0]: "rows"} if takes_rows else {}
+def _module(geometry: Geometry) -> type[Decoder | Encoder]:
+    return Encoder if geometry.encoder else Decoder
+
+
+def _name_contract(graph: ir.Graph, geometry: Geometry, names: Sequence[str]) -> None:
+    """Give inputs, called ``names`` in their order, outputs and symbolic dimensions the names of contract 1."""
+    inputs, dims = contract.list_inputs(geometry), dict[str, str]()
+    for value, name in zip(graph.inputs, names, strict=True):
+        pairs = zip(value.shape or (), inputs[name][1], strict=True)
+        value.name, dims = name, dims | {str(dim): axis for dim, axis in pairs if isinstance(axis, str)}
     name_dimensions(graph, dims)
-    for value, name in zip([*graph.inputs, *graph.outputs], [*inputs, *outputs], strict=True):
+    for value, name in zip(graph.outputs, contract.list_outputs(geometry), strict=True):
         value.name = name
 
 

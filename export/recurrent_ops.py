@@ -184,14 +184,14 @@ def linear_attention(
     values = v.view(*v.shape[:-1], knobs.value_heads, -1)  # (B, S, Hv, dv)
     counts = (torch.arange(q.shape[1], device=q.device) < new_lengths[:, None]).unsqueeze(-1)
     fades, betas = torch.where(counts, decay, 0.0).exp(), torch.where(counts, beta, 0.0)
-    state, found = past, []
+    state, outputs = past, []
     for t in range(q.shape[1]):
         state = state * fades[:, t, :, None, None]
         key = keys[:, t, :, :, None]
         new = values[:, t] - (key * state).sum(2) if knobs.delta else values[:, t]
         state = state + key * (betas[:, t, :, None] * new).unsqueeze(2)
-        found.append((queries[:, t, :, :, None] * state).sum(2))
-    return torch.stack(found, 1).flatten(-2) * knobs.scale, state
+        outputs.append((queries[:, t, :, :, None] * state).sum(2))
+    return torch.stack(outputs, 1).flatten(-2) * knobs.scale, state
 
 
 def softplus(x: Tensor) -> Tensor:

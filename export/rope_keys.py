@@ -130,7 +130,7 @@ class _Reader:
         return self.config.integer(name, inner)
 
     def _longrope(self, keys: Keys) -> dict[str, Any]:
-        """Factors of texts within the original positions and, if there are longer ones, theirs."""
+        """Longrope: factors of texts within the original positions and, if the model takes longer ones, of these."""
         original = self._original(keys)
         short, long = keys.numbers("short_factor"), keys.numbers("long_factor")
         factor = keys.number("factor", self.max_positions / original)
@@ -146,10 +146,10 @@ class _Reader:
 def _read_rising(
     keys: Keys, low: str, high: str, default_low: float | None = None, default_high: float | None = None
 ) -> dict[str, float]:
-    found = {low: keys.number(low, default_low), high: keys.number(high, default_high)}
-    if found[high] <= found[low]:
-        raise keys.error(high, found[high], f"more than {low}={found[low]}")
-    return found
+    values = {low: keys.number(low, default_low), high: keys.number(high, default_high)}
+    if values[high] <= values[low]:
+        raise keys.error(high, values[high], f"more than {low}={values[low]}")
+    return values
 
 
 def _magnitude(config: Keys, keys: Keys, factor: float) -> float:

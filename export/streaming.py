@@ -76,12 +76,12 @@ class StreamedDecoder:
             shown = ops.Shown(ahead=torch.arange(length - 1, -1, -1, device=self.device).expand(batch, -1))
         call = Call(places, self._make_ropes(length), start + length, shown)
         out, presents = layer(x, past, call, own)
-        found = dict(zip((name for cache in held for name in cache.outputs), presents, strict=True))
+        caches = dict(zip((name for cache in held for name in cache.outputs), presents, strict=True))
         for cache in held:
             for span, name in zip(self._carried.get(cache.name, ()), cache.outputs, strict=False):
                 carried = carried.clone()
-                carried[..., span] = found[name].transpose(1, 2).flatten(2)
-        return torch.cat((out, carried), -1), found
+                carried[..., span] = caches[name].transpose(1, 2).flatten(2)
+        return torch.cat((out, carried), -1), caches
 
     def _make_ropes(self, length: int) -> list[Tensor]:
         """The frequencies of every rope in texts of this length."""
@@ -105,13 +105,13 @@ class StreamedDecoder:
     def _carried(self) -> dict[str, tuple[slice, ...]]:
         """Spans of the carried values that hold the caches which other layers read, by the names of these caches."""
         read = {item.cache for item in self.geometry.attentions if not item.writes}
-        end, found = self.config.per_layer * self.geometry.layers, dict[str, tuple[slice, ...]]()
+        end, spans = self.config.per_layer * self.geometry.layers, dict[str, tuple[slice, ...]]()
         for cache in self.geometry.caches:
             if cache.name in read:
                 width = math.prod(cache.shape)
-                found[cache.name] = (slice(end, end + width), slice(end + width, end + 2 * width))
+                spans[cache.name] = (slice(end, end + width), slice(end + width, end + 2 * width))
                 end += 2 * width
-        return found
+        return spans
 
     def norm(self) -> Norm:
         norm = Norm(self.geometry.hidden_size, self.config.norm)

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Order:
-    """The model, the target and the choices of a build; ``hidden`` are the borders of the hidden states that it gives
-    to a draft head."""
+    """Model, target and choices of a build; ``hidden`` lists after how many layers a draft head reads hidden states."""
 
     source: Path
     export: ExportManifest

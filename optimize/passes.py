@@ -124,7 +124,7 @@ PASSES: dict[str, tuple[Step, ...]] = {
         Step("lower recurrences", recurrent.lower_recurrences, lambda g: len(g.recurrents)),
         REMOVE_DEAD,
     ),
-    # Of a model that embeds or ranks.
+    # A model that embeds or ranks.
     "cpu-encoder": (
         Step("attend without a past", self_attention.as_cached, lambda g: len(g.attentions)),
         RAISE,
@@ -137,7 +137,7 @@ PASSES: dict[str, tuple[Step, ...]] = {
         *LOWER_EMBEDDING,
         REMOVE_DEAD,
     ),
-    # Of the tower of a model that sees.
+    # A vision tower.
     "cpu-vision": (
         RAISE,
         Step("attend to patches", vision.attend_to_patches, lambda g: g.layers),

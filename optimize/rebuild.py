@@ -76,7 +76,7 @@ def _list_kept(manifest: Manifest) -> dict[str, FileEntry]:
 
 
 def _check_place(source: Path, output: Path, manifest: Manifest) -> None:
-    """Refuse to replace a bundle beside whose files lie others, and to write into it."""
+    """Refuse to replace a bundle that has additional files, and to write into a bundle."""
     place, bundle = (Path(os.path.realpath(path)) for path in (output, source))
     if place != bundle:
         if place.is_relative_to(bundle):
@@ -139,8 +139,8 @@ def _compile(spec: EngineSpec, manifest: Manifest, old: EngineConfig, folder: Pa
 
 
 def _replay(folder: Path, made: Manifest, *, here: bool, progress: Progress) -> str | None:
-    """Replay the golden prompts: on the GPU if the engine runs ``here``, else the graph on the CPU, if that can be.
-    Which of them it was, as in :attr:`EngineConfig.verified`."""
+    """Replay the golden prompts on the GPU if the engine runs ``here``, else, if possible, the graph on the CPU.
+    Returns which one, as in :attr:`EngineConfig.verified`."""
     if not made.golden:
         log.warning("%s has no golden prompts, so nothing was replayed; verify it by hand", made.source.name)
         return None

@@ -110,9 +110,9 @@ def capabilities(target: str) -> Capabilities:
 
 def capabilities_for(target: str, gpu_memory: int | None) -> Capabilities:
     """The record of ``target`` for a GPU of so many bytes, 0 if it is unknown; None for the first GPU here."""
-    found = capabilities(target)
-    if not found.makes_engine:
-        return found
+    record = capabilities(target)
+    if not record.makes_engine:
+        return record
     if gpu_memory is None:
         gpu_memory = next((gpu.total_memory for gpu in probe.probe_driver().devices), 0)
-    return replace(found, chunk=LARGE_CHUNK) if gpu_memory > LARGE_GPU else found
+    return replace(record, chunk=LARGE_CHUNK) if gpu_memory > LARGE_GPU else record

@@ -19,7 +19,7 @@ from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import build
 from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.judge.evaluate import evaluate, read_windows
-from llmc.runtime import Model, load
+from llmc.runtime import Generator, load
 from llmc.runtime.bench.benchmark import benchmark
 from llmc.runtime.host.machine import usable_threads
 
@@ -47,7 +47,7 @@ class Demo:
     text: Path | None
     talks: bool
 
-    def answer(self, model: Model) -> Iterator[str]:
+    def answer(self, model: Generator) -> Iterator[str]:
         """A short answer, piece by piece."""
         if self.talks:
             return model.stream_chat([{"role": "user", "content": QUESTION}], max_tokens=NEW_TOKENS, temperature=0)

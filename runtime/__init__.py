@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from llmc.runtime.api.options import Determinism, EngineOptions
     from llmc.runtime.api.request import Request
     from llmc.runtime.api.results import Delta, GenerationResult, Output, Timings, Usage
+    from llmc.runtime.embedder import Embedder
     from llmc.runtime.engine.engine import Engine
-    from llmc.runtime.model import Model, load
+    from llmc.runtime.generator import Generator, Model
+    from llmc.runtime.loaded import LoadedBundle
+    from llmc.runtime.loading import load
     from llmc.runtime.sampling.params import SamplingParams
 
 __all__ = [
@@ -22,10 +25,13 @@ __all__ = [
     "ChatResult",
     "Delta",
     "Determinism",
+    "Embedder",
     "Engine",
     "EngineOptions",
     "GenerationResult",
+    "Generator",
     "Handle",
+    "LoadedBundle",
     "Message",
     "MessageDelta",
     "Model",
@@ -45,7 +51,10 @@ _HOMES = {
     "api.request": {"Request"},
     "api.results": {"Delta", "GenerationResult", "Output", "Timings", "Usage"},
     "engine.engine": {"Engine"},
-    "model": {"Model", "load"},
+    "embedder": {"Embedder"},
+    "generator": {"Generator", "Model"},
+    "loading": {"load"},
+    "loaded": {"LoadedBundle"},
     "sampling.params": {"SamplingParams"},
 }
 

@@ -25,7 +25,6 @@ from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sessions import Batch, Phase, Session
 from llmc.runtime.sessions.onnxruntime.library import SESSION_CONFIG
 from llmc.runtime.vision.patches import make_feeds
-from llmc.runtime.vision.rows import Embedded
 
 log = logging.getLogger(__name__)
 
@@ -150,8 +149,8 @@ def run_stage(session: Session, manifest: Manifest) -> NDArray[np.float32]:
     hidden = np.random.default_rng(0).standard_normal((1, STAGE_TOKENS, manifest.geometry.hidden_size), np.float32)
     ids, past, nothing = np.arange(STAGE_TOKENS)[None], np.zeros(1, np.int64), np.zeros((1, 0), np.int64)
     session.cache.reserve(1, STAGE_TOKENS + 1)
-    prompt = session.run(Batch(Phase.PREFILL, ids, past, nothing, hidden=hidden))
-    step = session.run(Batch(Phase.DECODE, ids[:, -1:], past + STAGE_TOKENS, nothing, hidden=hidden[:, -1:].copy()))
+    prompt = session.run(Batch.of(Phase.PREFILL, ids, past, nothing, hidden=hidden))
+    step = session.run(Batch.of(Phase.DECODE, ids[:, -1:], past + STAGE_TOKENS, nothing, hidden=hidden[:, -1:]))
     return sample_rows(np.concatenate([prompt[0], step[0]]))
 
 
@@ -174,7 +173,7 @@ def run_head(session: Session, manifest: Manifest) -> list[NDArray[np.float32]]:
     for phase, part in ((Phase.PREFILL, slice(STAGE_TOKENS)), (Phase.DECODE, slice(STAGE_TOKENS, None))):
         places = np.arange(len(rows[part]))[None]
         past = np.full(1, part.start or 0)
-        call = Batch(phase, ids[:, part], past, places, embedded=Embedded(places, rows[part]))
+        call = Batch.of(phase, ids[:, part], past, places, embedding_indices=places, embeddings=rows[part])
         logits = session.run(call)[0]
         assert session.hidden is not None, "a head gives its hidden states"
         found.append((session.hidden[0].copy(), logits[np.isfinite(logits)]))
@@ -227,14 +226,14 @@ def _replay_vectors(model: Any, progress: Callable[[str], None], prompts: int | 
         progress(f"golden text {number} of {len(cases)}")
         values = np.array(case.values, np.float32)
         sound = (
-            0 < len(case.prompt) <= model.encoder.max_context
-            and 0 < len(values) == min(KEPT_VALUES, model.encoder.width)
+            0 < len(case.prompt) <= model.max_context
+            and 0 < len(values) == min(KEPT_VALUES, model.width)
             and all(0 <= token < vocab for token in case.prompt)
             and np.isfinite(values).all()
         )
         if not sound:
             raise _corrupt(model.folder, f"text {number}")
-        apart = difference(model.encoder.encode([case.prompt])[0, : len(values)], values)
+        apart = difference(model.encode([case.prompt])[0, : len(values)], values)
         if not apart <= tolerance:
             raise _differs(model, f"a vector differs by {apart:.3g} from that")
         largest = max(largest, apart)

@@ -138,6 +138,7 @@ DAMAGE = [
 ]
 
 
+@pytest.mark.threat("terminal-escapes", "bundle-numbers")
 @pytest.mark.parametrize(("change", "message"), DAMAGE, ids=[message for _, message in DAMAGE])
 def test_a_damaged_manifest_is_refused_by_the_name_of_the_field(folder: Path, change: Any, message: str):
     edit(folder, change)
@@ -266,6 +267,7 @@ def sampled(folder: Path, whole: Manifest, monkeypatch: pytest.MonkeyPatch) -> M
     return dataclasses.replace(whole, files=file_entries(folder, [*FILES, "chunks.json"]))
 
 
+@pytest.mark.threat("bundle-damage")
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
 def test_samples_notice_damage_as_often_as_the_formula_says(folder: Path, sampled: Manifest, share: float):
     damaged = bytearray(CONTENT)
@@ -321,6 +323,7 @@ def test_a_tokenizer_file_that_no_hash_covers_is_refused(folder: Path):
         bundle.read_bundle(folder)
 
 
+@pytest.mark.threat("bundle-files")
 @pytest.mark.parametrize("name", ["weights.bin", BUNDLE_MANIFEST])
 def test_a_link_that_leads_out_of_the_folder_is_refused(folder: Path, tmp_path_factory: Any, name: str):
     outside = tmp_path_factory.mktemp("outside") / "secret"
@@ -372,6 +375,7 @@ def test_a_bundle_that_is_replaced_without_end_is_refused(folder: Path):
         bundle.read_undisturbed(folder, lambda place: (place / BUNDLE_MANIFEST).write_text("x" * next(ticks)))
 
 
+@pytest.mark.threat("bundle-numbers")
 def test_every_number_of_a_manifest_has_a_range():
     unbounded = {place for kind in (Manifest, ExportManifest) for place in numbers_without_range(kind)}
     assert not unbounded
@@ -403,6 +407,7 @@ def test_a_folder_of_someone_else_is_refused_with_the_command_to_use(tmp_path: P
             read(place)
 
 
+@pytest.mark.threat("bundle-numbers")
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
 def test_a_manifest_that_is_no_regular_file_is_refused_at_once(folder: Path, make: Any):
     (folder / BUNDLE_MANIFEST).unlink()

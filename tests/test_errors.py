@@ -40,6 +40,7 @@ def test_only_usage_errors_exit_with_two(leaf: type[errors.LlmcError]):
     assert leaf.exit_code == (2 if leaf is errors.UsageError else 1)
 
 
+@pytest.mark.threat("terminal-escapes")
 def test_a_message_is_text_whatever_names_are_in_it():
     """Escape sequences, turned directions and halves of characters; ends of lines and letters stay."""
     error = errors.GpuError("no \x1b[31mfile\u202e \udcff\x9b\r\n\tGröße 大")

@@ -76,6 +76,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.threat("checkpoint-links")
 @pytest.mark.parametrize(("plant", "words"), PLANTED.values(), ids=PLANTED)
 def test_nothing_else_is_taken(folder, secret, tmp_path, plant, words):
     plant(folder / NAME, secret)
@@ -86,6 +87,7 @@ def test_nothing_else_is_taken(folder, secret, tmp_path, plant, words):
     assert "PRIVATE" not in "".join(path.read_text() for path in target.iterdir())
 
 
+@pytest.mark.threat("weights-overwritten")
 @pytest.mark.parametrize("name", ["model.safetensors", "model.gguf"])
 def test_linked_weights_that_were_overwritten_are_known(tiny_checkpoint, tmp_path, manifest, name):
     """Somebody trains on, and saves over the checkpoint, whose files the export has a second name for."""

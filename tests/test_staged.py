@@ -149,6 +149,7 @@ NO_FOLDERS = {
 }
 
 
+@pytest.mark.threat("wrong-paths")
 @pytest.mark.parametrize(("name", "sentence"), NO_FOLDERS.items(), ids=[ascii(name)[:12] for name in NO_FOLDERS])
 def test_a_name_for_no_folder_is_refused_before_any_work(tmp_path: Path, name: str, sentence: str):
     os.mkfifo(tmp_path / "pipe")

@@ -18,6 +18,7 @@ def test_what_lies_within_the_bounds_is_read_as_it_is(tmp_path: Path):
     assert found["most"] == int("9" * MOST_DIGITS)
 
 
+@pytest.mark.threat("bundle-numbers")
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -50,11 +50,7 @@ class ExpertsConfig(Experts, Part):
 
     def list_shapes(self, hidden: int) -> Shapes:
         shapes: Shapes = {"correction": (self.count,)} if self.corrected else {}
-        shapes |= {"per_expert_scale": (self.count,)} if self.routed_apart else {}
-        for part in replace(self, name="", width=self.latent or hidden).parts:
-            shapes[f"{part.name[1:]}.weight"] = (self.count, part.outputs, part.inputs)
-            shapes |= {f"{part.name[1:]}.bias": (self.count, part.outputs)} if part.bias else {}
-        return shapes
+        return shapes | ({"per_expert_scale": (self.count,)} if self.routed_apart else {})
 
     def entry(self, site: Site) -> Experts:
         """The inventory's entry."""

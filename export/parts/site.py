@@ -52,7 +52,7 @@ class Part:
         return []
 
     def list_shapes(self, hidden: int) -> Shapes:
-        """Shapes of its tensors that belong to no linear and no norm."""
+        """Shapes of its tensors that belong to no linear, no norm and no stack of experts."""
         return {}
 
     def list_caches(self, site: Site) -> list[Cache]:

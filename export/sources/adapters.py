@@ -122,8 +122,8 @@ def _read_gguf(path: Path, scale: float, config: Mapping[str, Any]) -> Adapter:
             "convert_lora_to_gguf.py writes it; convert it again"
         )
     factors = {}
-    for name, found in read_factors(header, config).items():
-        a, b = (found.get(part) for part in ("lora_a", "lora_b"))
+    for name, matrices in read_factors(header, config).items():
+        a, b = (matrices.get(part) for part in ("lora_a", "lora_b"))
         if a is None or b is None or not 0 < len(a) == b.shape[1]:
             raise CheckpointError(f"{path}: {name} has no two factors of one rank; convert the adapter again")
         share = alpha / len(a) if alpha else 1.0  # llama.cpp's rule
@@ -137,7 +137,7 @@ def read_peft(folder: Path, scale: float, base: Path) -> Adapter:
     keys, path = Keys(_read_config(folder), str(folder / ADAPTER_FILE)), _find_weights(folder)
     rank, alpha, dora = _read_keys(keys)
     parts, whole = _sort_tensors(read_shard(path))
-    factors = {module: _pair(path, module, found, dora) for module, found in parts.items()}
+    factors = {module: _pair(path, module, tensors, dora) for module, tensors in parts.items()}
     ranks, alphas = (_read_patterns(keys, f"{name}_pattern") for name in ("rank", "alpha"))
     root = keys.flag("use_rslora")
     keys.finish()
@@ -161,25 +161,25 @@ def read_peft(folder: Path, scale: float, base: Path) -> Adapter:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    found = find_own_file(folder, ADAPTER_FILE) if folder.is_dir() else None
-    if found is None:
+    file = find_own_file(folder, ADAPTER_FILE) if folder.is_dir() else None
+    if file is None:
         lacking = f"no {ADAPTER_FILE}" if folder.is_dir() else "no such folder"
         raise CheckpointError(
             f"{folder}: {lacking}; expected an adapter's folder, as PEFT writes it; give that one, a scale only as "
             "a number behind a colon"
         )
     try:
-        values = read_json(found)
+        values = read_json(file)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{found} cannot be read as JSON ({error}); download it again") from error
+        raise CheckpointError(f"{file} cannot be read as JSON ({error}); download it again") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{found} holds a JSON {type(values).__name__}, expected an object; download it again")
+        raise CheckpointError(f"{file} holds a JSON {type(values).__name__}, expected an object; download it again")
     return values
 
 
 def _find_weights(folder: Path) -> Path:
-    if found := find_own_file(folder, WEIGHTS_FILE):
-        return found
+    if file := find_own_file(folder, WEIGHTS_FILE):
+        return file
     raise CheckpointError(
         f"{folder}: no {WEIGHTS_FILE}; expected PEFT's own file (an adapter_model.bin is a pickle, which can run code, "
         "so llmc does not read it: load and save it with PEFT where you trust it)"
@@ -250,17 +250,17 @@ def _copy(tensor: StoredTensor, values: Array) -> MadeTensor:
     return MadeTensor(tensor.dtype, tensor.shape, lambda: iter([values]))
 
 
-def _pair(path: Path, module: str, found: Mapping[str, Array], dora: bool) -> tuple[Array, Array, Array | None, bool]:
-    embeds = "lora_embedding_A" in found
+def _pair(path: Path, module: str, tensors: Mapping[str, Array], dora: bool) -> tuple[Array, Array, Array | None, bool]:
+    embeds = "lora_embedding_A" in tensors
     names = ("lora_embedding_A", "lora_embedding_B") if embeds else ("lora_A", "lora_B")
     expected = {*names, "lora_magnitude_vector"} if dora else {*names}
-    if found.keys() != expected or any(found[name].ndim != 2 for name in names) or (dora and embeds):
-        listed = ", ".join(f"{name} {list(it.shape)}" for name, it in found.items())
+    if tensors.keys() != expected or any(tensors[name].ndim != 2 for name in names) or (dora and embeds):
+        listed = ", ".join(f"{name} {list(it.shape)}" for name, it in tensors.items())
         raise CheckpointError(
             f"{path}: {module} has {listed}; expected matrices {' and '.join(names)}"
             f"{', and lora_magnitude_vector of a linear' * dora}: get the adapter again"
         )
-    return found[names[0]], found[names[1]], found.get("lora_magnitude_vector"), embeds
+    return tensors[names[0]], tensors[names[1]], tensors.get("lora_magnitude_vector"), embeds
 
 
 # ------------------------------------------------------------------------------------------------------------- merging
@@ -273,7 +273,7 @@ def merge_adapters(
     adapters: Sequence[Adapter],
     rename: Callable[[Path, DecoderConfig, Mapping[str, Any]], dict[str, Any]] = rename_tensors,
 ) -> Tensors:
-    """A checkpoint's tensors by the canonical names that ``rename`` gives, those that an adapter changes made anew.
+    """A checkpoint's tensors with the adapters' changes added, by the canonical names that ``rename`` gives.
 
     Raises:
         CheckpointError: the base lacks a module, or has it in another shape or as integers.
@@ -294,10 +294,10 @@ def merge_adapters(
 
 
 def _find_base(
-    folder: Path, config: DecoderConfig, found: Tensors, adapter: Adapter, name: str
+    folder: Path, config: DecoderConfig, shapes: Tensors, adapter: Adapter, name: str
 ) -> tuple[str, StoredTensor | MadeTensor]:
-    name = name if name in found or f"model.{name}" not in found else f"model.{name}"
-    base: Weight | None = found.get(name)
+    name = name if name in shapes or f"model.{name}" not in shapes else f"model.{name}"
+    base: Weight | None = shapes.get(name)
     if config.tied_head and name.rpartition(".")[0] in (EMBEDDING, HEAD):
         raise CheckpointError(
             f"{adapter.folder}: it changes {name}, but embedding and head are one tensor in {folder} "
@@ -349,8 +349,8 @@ def _cut(pieces: Iterator[Array]) -> Iterator[Array]:
         yield from (piece[start : start + step] for start in range(0, len(piece), step))
 
 
-def _explain(adapter: Adapter, folder: Path, name: str, expected: tuple[int, ...], found: tuple[int, ...]) -> str:
+def _explain(adapter: Adapter, folder: Path, name: str, expected: tuple[int, ...], shape: tuple[int, ...]) -> str:
     return (
-        f"{adapter.folder}: it changes {name} as {list(found)}, but {folder} has {list(expected)}; expected an adapter "
+        f"{adapter.folder}: it changes {name} as {list(shape)}, but {folder} has {list(expected)}; expected an adapter "
         "that was trained on this checkpoint; give the one that it was trained on"
     )

@@ -72,8 +72,8 @@ def with_codes(geometry: bundle.Geometry, tensors: Mapping[str, Weight]) -> bund
     """The inventory with the codes of those linears and tables whose weights are quantized."""
     names = {linear.name: f"{linear.name}.weight" for linear in geometry.linears}
     names |= {modules.HEAD: EMBEDDING} if geometry.tied_head else {}
-    found = {name: tensors.get(weight) for name, weight in names.items()}
-    kinds = {name: tensor.kind for name, tensor in found.items() if isinstance(tensor, QuantizedTensor | GgmlTensor)}
+    weights = {name: tensors.get(weight) for name, weight in names.items()}
+    kinds = {name: tensor.kind for name, tensor in weights.items() if isinstance(tensor, QuantizedTensor | GgmlTensor)}
     linears = tuple(replace(linear, codes=kinds.get(linear.name)) for linear in geometry.linears)
     mixtures = tuple(_with_codes(it, tensors) for it in geometry.mixtures)
     tables = (tensors.get(f"{name}.weight") for name in (modules.EMBEDDING, PER_LAYER))
@@ -82,7 +82,7 @@ def with_codes(geometry: bundle.Geometry, tensors: Mapping[str, Weight]) -> bund
 
 
 def _with_codes(item: Experts, tensors: Mapping[str, Weight]) -> Experts:
-    """Of two kinds of integers the more bits and the smaller block, for one grid serves both products."""
+    """Common codes of both expert products: the larger bit width and the smaller block."""
     stacks = [tensors.get(f"{part.name}.weight") for part in item.parts]
     kinds = [stack.kind for stack in stacks if isinstance(stack, QuantizedTensor | GgmlTensor | Mxfp4Tensor)]
     if len({kind.kind for kind in kinds}) > 1 or (len(kinds) == 1 and kinds[0].kind == "mxfp4"):
@@ -114,16 +114,16 @@ def read_checkpoint(path: Path, adapters: Sequence[tuple[Path, float]] = (), *, 
 
 
 def _read_gguf(path: Path, named: Sequence[tuple[Path, float]]) -> Checkpoint:
-    found = read_gguf(path)
-    keys = Keys(found.config, str(path))
+    model = read_gguf(path)
+    keys = Keys(model.config, str(path))
     config = read_config(keys)
-    adapters = [read_adapter(adapter, scale, path, found.config) for adapter, scale in named]
-    generation, left_out = _read_generation(found.generation, path, config)
+    adapters = [read_adapter(adapter, scale, path, model.config) for adapter, scale in named]
+    generation, left_out = _read_generation(model.generation, path, config)
     plain = replace(config, norm=replace(config.norm, offset=False), transposed=False, packed_by_head=False)
-    tensors = match_tensors(path, config, _merge(path, plain, found.tensors, adapters))  # the converter did all that
-    source = describe_source(path.stem, found.texts[CONFIG_FILE].encode(), found.files, tensors, adapters)
-    notes = (*keys.notes, *left_out, *found.notes, *_notes(adapters))
-    return Checkpoint(path.parent, config, generation, tensors, found.files, source, notes, found.texts)
+    tensors = match_tensors(path, config, _merge(path, plain, model.tensors, adapters))  # the converter did all that
+    source = describe_source(path.stem, model.texts[CONFIG_FILE].encode(), model.files, tensors, adapters)
+    notes = (*keys.notes, *left_out, *model.notes, *_notes(adapters))
+    return Checkpoint(path.parent, config, generation, tensors, model.files, source, notes, model.texts)
 
 
 def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: bool) -> Checkpoint:
@@ -187,8 +187,8 @@ def _read_vision(folder: Path, config: DecoderConfig) -> Vision | None:
 
 
 def _merge(folder: Path, config: DecoderConfig, stored: Tensors, adapters: Sequence[Adapter]) -> Tensors:
-    found = decoder_tensors(folder, config, merge_adapters(folder, config, stored, adapters))
-    return found | tower_tensors(folder, config, merge_adapters(folder, config, stored, adapters, rename_tower))
+    tensors = decoder_tensors(folder, config, merge_adapters(folder, config, stored, adapters))
+    return tensors | tower_tensors(folder, config, merge_adapters(folder, config, stored, adapters, rename_tower))
 
 
 def _notes(adapters: Sequence[Adapter]) -> list[str]:
@@ -209,11 +209,11 @@ def _refuse_adapter(folder: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """An object in a JSON file of a checkpoint or an export, see :func:`llmc.origin.find_own_file`."""
-    found = find_own_file(path.parent, path.name)
-    if found is None:
+    file = find_own_file(path.parent, path.name)
+    if file is None:
         raise CheckpointError(f"{path.parent}: no {path.name}; expected a Hugging Face checkpoint folder or GGUF file")
     try:
-        data = strict.read_json(found)
+        data = strict.read_json(file)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}); download it again") from error
     if not isinstance(data, dict):
@@ -270,9 +270,9 @@ def _explain_missing(folder: Path, name: str, config: DecoderConfig) -> str:
     )
 
 
-def _check_tied_head(folder: Path, found: Tensors) -> None:
+def _check_tied_head(folder: Path, tensors: Tensors) -> None:
     """Check that a tied checkpoint's stored head, if any, has the embedding's bytes."""
-    head, embedding = found[HEAD], found[EMBEDDING]
+    head, embedding = tensors[HEAD], tensors[EMBEDDING]
     same = (
         isinstance(head, StoredTensor)
         and isinstance(embedding, StoredTensor)

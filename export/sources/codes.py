@@ -139,11 +139,11 @@ Weight = StoredTensor | MadeTensor | QuantizedTensor | Mxfp4Tensor | GgmlTensor
 
 def flatten_tensors(tensors: Mapping[str, Weight]) -> dict[str, StoredTensor | MadeTensor]:
     """Tensors by name, quantized ones as their parts: ``P.weight`` are codes, with ``P.weight.scales`` and so on."""
-    found: dict[str, StoredTensor | MadeTensor] = {}
+    flat: dict[str, StoredTensor | MadeTensor] = {}
     for name, tensor in tensors.items():
         parts = tensor.parts() if isinstance(tensor, QuantizedTensor | Mxfp4Tensor | GgmlTensor) else {"": tensor}
-        found |= {f"{name}{part}": value for part, value in parts.items()}
-    return found
+        flat |= {f"{name}{part}": value for part, value in parts.items()}
+    return flat
 
 
 @overload
@@ -190,8 +190,8 @@ def _slice_quantized(tensor: QuantizedTensor, start: int, stop: int) -> Quantize
 def pack_codes(codes: NDArray[np.int8]) -> NDArray[np.uint8]:
     """Pack 4-bit codes [N, K], K even, into uint8 [N, K / 2]."""
     halves = codes.view(np.uint8)
-    found: NDArray[np.uint8] = (halves[:, 0::2] & np.uint8(15)) | (halves[:, 1::2] << np.uint8(4))
-    return found
+    packed: NDArray[np.uint8] = (halves[:, 0::2] & np.uint8(15)) | (halves[:, 1::2] << np.uint8(4))
+    return packed
 
 
 def _store_codes(codes: NDArray[np.int8], dtype: str) -> NDArray[Any]:

@@ -78,26 +78,26 @@ def _read_part(folder: Path, base: DecoderConfig, stored: Tensors) -> tuple[Deco
     """The tensors ``mtp.*`` of Qwen3.5: a layer of full attention behind a linear of the next token's embedding and the
     model's last hidden state, both normed; after a step it reads its own, behind its last norm."""
     renamed = rename_tensors(folder, replace(base, left_out=()), stored)
-    found = {f"model.{name.removeprefix('mtp.')}": it for name, it in renamed.items() if name.startswith("mtp.")}
+    tensors = {f"model.{name.removeprefix('mtp.')}": it for name, it in renamed.items() if name.startswith("mtp.")}
     layer = next((layer for layer in base.layers if layer.attention), None)
-    if not found or layer is None or layer.mlp is None or layer.experts is not None:
-        what = "with experts, which llmc does not read of heads" if found else "without tensors mtp.*"
+    if not tensors or layer is None or layer.mlp is None or layer.experts is not None:
+        what = "with experts, which llmc does not read of heads" if tensors else "without tensors mtp.*"
         raise CheckpointError(
             f"{folder} is a {base.model_type} {what}; expected a dense Qwen3.5 with them, or the folder of an EAGLE-3 "
             "head or a Gemma 4 assistant and --of its model"
         )
-    found |= {"model.target_norm.weight": renamed[FINAL_NORM], EMBEDDING: renamed[EMBEDDING]}
+    tensors |= {"model.target_norm.weight": renamed[FINAL_NORM], EMBEDDING: renamed[EMBEDDING]}
     if not base.tied_head and HEAD in renamed:
-        found[HEAD] = renamed[HEAD]
+        tensors[HEAD] = renamed[HEAD]
     width = base.hidden_size
     head = HeadConfig(borders=(len(base.layers),), width=width, own_width=width, beside=False)
-    return replace(base, layers=(layer,), axes=(), renamed=(), left_out=(), head=head), found
+    return replace(base, layers=(layer,), axes=(), renamed=(), left_out=(), head=head), tensors
 
 
 def _read_assistant(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors) -> tuple[DecoderConfig, Tensors]:
-    """Gemma 4's: layers of queries, which read keys and values of the model's last layer of their kind, behind a linear
-    of the last token's embedding, of the model's table, and of the model's last hidden state, normed; after a step it
-    reads its own, which a linear makes as wide."""
+    """Gemma 4's assistant: layers with queries only, over keys and values of the model's last layer of their kind. The
+    input projects the last token's embedding and the model's last normed hidden state; the next step reads the
+    assistant's own hidden state, projected to the model's width."""
     width, clustered = keys.integer("backbone_hidden_size"), keys.flag("use_ordered_embeddings")
     count, best = keys.integer("num_centroids", 2048), keys.integer("centroid_intermediate_top_k", 32)
     tied, text = keys.flag("tie_word_embeddings", True), keys.inside("text_config")
@@ -135,26 +135,26 @@ def _read_assistant(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors
         "post_projection.weight": f"{HEAD_OUTPUT}.weight",
         "masked_embedding.centroids.weight": f"{CENTROIDS}.weight",
     }
-    found = {renamed.get(name, name): tensor for name, tensor in stored.items()}
-    table, ordering = found.pop(EMBEDDING, None), found.pop("masked_embedding.token_ordering", None)
+    tensors = {renamed.get(name, name): tensor for name, tensor in stored.items()}
+    table, ordering = tensors.pop(EMBEDDING, None), tensors.pop("masked_embedding.token_ordering", None)
     if tied and table is not None:
-        found[HEAD] = table
-    found |= {EMBEDDING: _copy(model, EMBEDDING), "model.target_norm.weight": _copy(model, FINAL_NORM)}
+        tensors[HEAD] = table
+    tensors |= {EMBEDDING: _copy(model, EMBEDDING), "model.target_norm.weight": _copy(model, FINAL_NORM)}
     lent = tuple(cache for cache in listed.values() if cache.name in used)
     head = HeadConfig(borders=(len(base.layers),), width=width, own_width=width, beside=False, lent=lent)
     if clustered:
         head = replace(head, clusters=_read_clusters(folder, ordering, base.vocab_size, count), best=min(best, count))
     scale, positions = base.embedding_scale, base.max_positions
     config = replace(config, head=head, embedding_scale=scale, max_positions=positions, tied_head=False)
-    return replace(config, logit_softcap=0.0), found
+    return replace(config, logit_softcap=0.0), tensors
 
 
 def _copy(model: Checkpoint, name: str) -> MadeTensor:
     """A tensor of the model, for a head that has none."""
-    found = model.tensors[name]
-    if not isinstance(found, StoredTensor | MadeTensor):
+    tensor = model.tensors[name]
+    if not isinstance(tensor, StoredTensor | MadeTensor):
         raise CheckpointError(f"{model.folder}: {name} is quantized; give the checkpoint that it was made from")
-    return MadeTensor(found.dtype, found.shape, partial(read_pieces, model.folder, found))
+    return MadeTensor(tensor.dtype, tensor.shape, partial(read_pieces, model.folder, tensor))
 
 
 def _read_clusters(folder: Path, ordering: Any, vocab: int, count: int) -> tuple[int, ...]:
@@ -172,8 +172,8 @@ def _read_clusters(folder: Path, ordering: Any, vocab: int, count: int) -> tuple
 
 
 def _read_eagle(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors) -> tuple[DecoderConfig, Tensors]:
-    """EAGLE-3: a layer whose attention reads the next token's normed embedding beside the stream, which begins with a
-    linear of three of the model's hidden states; after a step it reads its own, before its last norm."""
+    """EAGLE-3: one layer over a projection of three of the model's hidden states, whose attention also reads the next
+    token's normed embedding. Its next step reads its own hidden state before the last norm."""
     named = keys.raw("architectures")
     if SPECULATORS in keys:
         keys.choice(SPECULATORS, ("eagle3",))
@@ -196,11 +196,11 @@ def _read_eagle(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors) ->
     if len(config.layers) != 1:
         raise keys.error("num_hidden_layers", len(config.layers), "1")
     names = {name: name.removeprefix("model.").replace("midlayer.", "layers.0.") for name in stored}
-    found = {own if own.startswith("lm_head.") else f"model.{own}": stored[name] for name, own in names.items()}
-    offsets, _ = found.pop("model.d2t", None), found.pop("model.t2d", None)
-    if EMBEDDING not in found:
-        found[EMBEDDING] = _copy(model, EMBEDDING)
-    vocab, rows = model.config.vocab_size, found[HEAD].shape[0] if HEAD in found else 0
+    tensors = {own if own.startswith("lm_head.") else f"model.{own}": stored[name] for name, own in names.items()}
+    offsets, _ = tensors.pop("model.d2t", None), tensors.pop("model.t2d", None)
+    if EMBEDDING not in tensors:
+        tensors[EMBEDDING] = _copy(model, EMBEDDING)
+    vocab, rows = model.config.vocab_size, tensors[HEAD].shape[0] if HEAD in tensors else 0
     head = HeadConfig(
         borders=borders,
         width=model.config.hidden_size,
@@ -214,12 +214,12 @@ def _read_eagle(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors) ->
     layer = replace(config.layers[0], placement=BESIDE)
     positions = model.config.max_positions  # a head's config says what it was trained with, and is used beyond
     config = replace(config, layers=(layer,), vocab_size=vocab, max_positions=positions, tied_head=False)
-    return replace(config, head=head), found
+    return replace(config, head=head), tensors
 
 
 def _read_borders(keys: Keys, layers: int) -> tuple[int, ...]:
-    """The borders of the hidden states that the head reads: by default behind two layers, half of them, and all but
-    three. Of ``speculators`` a number is that of the layer before which they are, elsewhere of the one behind which."""
+    """Number of layers before each hidden state that the head reads: by default 2, half of them, and all but 3.
+    Configs of ``speculators`` state these numbers, others the index of the last of these layers."""
     borders: tuple[int, ...] = (2, layers // 2, layers - 3)
     if SPECULATORS in keys:
         borders = keys.layer_numbers(BORDERS, borders) or borders
@@ -237,7 +237,7 @@ def _read_borders(keys: Keys, layers: int) -> tuple[int, ...]:
 
 
 def _read_tokens(folder: Path, offsets: Any, rows: int, vocab: int) -> tuple[int, ...]:
-    """For each token the head's row, from what each row's token is beyond its number."""
+    """The head's row of each token; ``offsets`` hold, for each row, its token's id minus the row's number."""
     if not isinstance(offsets, StoredTensor) or (offsets.dtype, offsets.shape) != ("I64", (rows,)):
         raise CheckpointError(f"{folder}: d2t is no tensor I64 [{rows}], a number for each row of the head")
     tokens = np.arange(rows) + np.memmap(folder / offsets.file, array_type("I64"), "r", offsets.offset, (rows,))

@@ -97,10 +97,10 @@ def prefix_names(stored: Mapping[str, Weight]) -> dict[str, Weight]:
 
 
 def replace_head(
-    folder: Path, config: DecoderConfig, ending: Ending, found: Mapping[str, Weight]
+    folder: Path, config: DecoderConfig, ending: Ending, stored: Mapping[str, Weight]
 ) -> tuple[DecoderConfig, dict[str, Weight]]:
     """The decoder with an encoder's end instead of its head, and the tensors of both."""
-    end, tensors = _measure(folder, config, ending.encoder), dict(found)
+    end, tensors = _measure(folder, config, ending.encoder), dict(stored)
     head = tensors.pop(HEAD_WEIGHT, tensors.get(TABLE_WEIGHT) if config.tied_head else None)
     for number, row in enumerate(end.score_rows):
         tensors[f"{SCORE}.{number}.weight"] = _row(folder, head, row)
@@ -114,7 +114,7 @@ def replace_head(
 
 
 def _factors(rope: Rope, longest: int) -> tuple[float, ...]:
-    """Longrope's factors of the longest text, with which an encoder computes all."""
+    """Longrope's factors for the longest text; an encoder uses them for all texts."""
     return rope.long_factors if rope.long_factors and longest > rope.original_max_positions else rope.factors
 
 
@@ -168,7 +168,7 @@ def _read_modules(folder: Path) -> dict[str, list[str]] | None:
     where = folder / MODULES_FILE
     if not isinstance(listed, list) or not 1 <= len(listed) <= MOST_MODULES:
         raise CheckpointError(f"{where} holds no list of 1 to {MOST_MODULES} modules; download it again")
-    found: dict[str, list[str]] = {}
+    folders: dict[str, list[str]] = {}
     for number, entry in enumerate(listed):
         kind = entry.get("type") if isinstance(entry, dict) else None
         path = entry.get("path") if isinstance(entry, dict) else None
@@ -180,11 +180,11 @@ def _read_modules(folder: Path) -> dict[str, list[str]] | None:
                 "modules of sentence-transformers"
             )
         name = kind.rpartition(".")[2]
-        later = [*found, name]
-        if (name == "Transformer") != (number == 0) or (name in found and (name != "Dense" or later[-2] != "Dense")):
+        later = [*folders, name]
+        if (name == "Transformer") != (number == 0) or (name in folders and (name != "Dense" or later[-2] != "Dense")):
             raise CheckpointError(f"{where}: {kind:.80} as module {number} is unsupported; expected Transformer first")
-        found.setdefault(name, []).append(path)
-    return found
+        folders.setdefault(name, []).append(path)
+    return folders
 
 
 def _texts(folder: Path) -> tuple[int, bool]:
@@ -276,10 +276,10 @@ def _check_labels(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _read_required(folder: Path, name: str) -> Any:
-    found = _read(folder, f"{name}/{CONFIG_FILE}")
-    if found is None:
+    content = _read(folder, f"{name}/{CONFIG_FILE}")
+    if content is None:
         raise CheckpointError(f"{folder}: no {name}/{CONFIG_FILE}, but {MODULES_FILE} names {name}; download it again")
-    return found
+    return content
 
 
 def _keys(where: Path, values: Any) -> Keys:
@@ -289,8 +289,8 @@ def _keys(where: Path, values: Any) -> Keys:
 
 
 def _read(folder: Path, name: str) -> Any:
-    found = find_own_file(folder, name)
+    file = find_own_file(folder, name)
     try:
-        return None if found is None else strict.read_json(found)
+        return None if file is None else strict.read_json(file)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / name} cannot be read as JSON ({error}); download it again") from error

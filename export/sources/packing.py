@@ -45,11 +45,11 @@ Words = NDArray[np.int32]
 SCALES, BLOCK = (*FLOATS, "F8_E8M0"), (128, 128)
 
 
-def unpack_weights(folder: Path, found: dict[str, StoredTensor], how: Quantization | None) -> dict[str, Weight]:
+def unpack_weights(folder: Path, stored: dict[str, StoredTensor], how: Quantization | None) -> dict[str, Weight]:
     """Tensors by name, with one weight for all the tensors that make up a quantized one."""
     if how is None:
-        return {**found}
-    rest, weights = {name: item for name, item in found.items() if not name.endswith(_LEFT_OUT)}, {}
+        return {**stored}
+    rest, weights = {name: item for name, item in stored.items() if not name.endswith(_LEFT_OUT)}, {}
     if how.method == "mxfp4":
         weights = _find_mxfp4(folder, rest)
     for name in list(rest):
@@ -68,10 +68,10 @@ def unpack_weights(folder: Path, found: dict[str, StoredTensor], how: Quantizati
 
 def _find_mxfp4(folder: Path, rest: dict[str, StoredTensor]) -> dict[str, Weight]:
     """Experts by their name, whose tensors are taken out of ``rest``."""
-    found: dict[str, Weight] = {}
+    stacks: dict[str, Weight] = {}
     for name in [name for name in rest if name.endswith(("_blocks", "_scales"))]:
         module, _, part = name.rpartition("_")
-        parts = [rest.pop(f"{module}_{each}", None) for each in ("blocks", "scales")] if module not in found else []
+        parts = [rest.pop(f"{module}_{each}", None) for each in ("blocks", "scales")] if module not in stacks else []
         if not parts:
             continue
         blocks, scales = parts
@@ -89,8 +89,8 @@ def _find_mxfp4(folder: Path, rest: dict[str, StoredTensor]) -> dict[str, Weight
                 f"{list(blocks.shape[:3])}, one for each block"
             )
         experts, outputs, groups, width = blocks.shape
-        found[module] = Mxfp4Tensor(replace(blocks, shape=(experts, outputs, groups * width)), scales)
-    return found
+        stacks[module] = Mxfp4Tensor(replace(blocks, shape=(experts, outputs, groups * width)), scales)
+    return stacks
 
 
 class _Parts:
@@ -115,7 +115,7 @@ class _Parts:
         return makers[self.how.method, part]()
 
     def stack(self) -> Weight:
-        """The weights of all experts in float8, a tensor of the module's own name."""
+        """Weights of all experts in float8, stored as one tensor under the module's name."""
         codes = self.rest.pop(self.module)
         if len(codes.shape) != 3 or 0 in codes.shape:
             raise self._error(f"is {codes.dtype} {list(codes.shape)}, expected float8 of experts, outputs and inputs")
@@ -224,10 +224,10 @@ class _Parts:
         if codes.dtype == "F8_E4M3":
             return self._float8(codes)
         outputs, inputs = codes.shape
-        found = self._peek("weight_scale", None).shape
-        per_row = found in ((1,), (), (outputs,))  # one scale for all, or one a row
-        groups = 1 if per_row else self._groups(found[-1], inputs, 8)
-        scales = self._take("weight_scale", FLOATS, found if per_row else (outputs, groups))
+        shape = self._peek("weight_scale", None).shape
+        per_row = shape in ((1,), (), (outputs,))  # one scale for all, or one a row
+        groups = 1 if per_row else self._groups(shape[-1], inputs, 8)
+        scales = self._take("weight_scale", FLOATS, shape if per_row else (outputs, groups))
         zeros = self._optional("weight_zero_point", ("I8",), scales.shape)
 
         def per_block(stored: StoredTensor, dtype: Any) -> NDArray[Any]:
@@ -243,13 +243,13 @@ class _Parts:
     def _float8(self, codes: StoredTensor) -> Weight:
         outputs, inputs = codes.shape
         name = "weight_scale_inv" if f"{self.module}.weight_scale_inv" in self.rest else "weight_scale"
-        found = self._peek(name, None).shape
-        block = self.how.block if len(found) < 2 or found == (outputs, 1) or 0 not in self.how.block else BLOCK
-        rows, columns = block if 0 not in block else (1 if found[:1] == (outputs,) else outputs, inputs)
+        shape = self._peek(name, None).shape
+        block = self.how.block if len(shape) < 2 or shape == (outputs, 1) or 0 not in self.how.block else BLOCK
+        rows, columns = block if 0 not in block else (1 if shape[:1] == (outputs,) else outputs, inputs)
         blocks = (-(-outputs // rows), -(-inputs // columns))
-        if found != blocks and (0 not in self.how.block or found not in ((1,), (), (outputs,))):
-            raise self._error(f"has {name} {list(found)}, but blocks of {rows} x {columns} need {list(blocks)}")
-        scales = self._take(name, SCALES, found)
+        if shape != blocks and (0 not in self.how.block or shape not in ((1,), (), (outputs,))):
+            raise self._error(f"has {name} {list(shape)}, but blocks of {rows} x {columns} need {list(blocks)}")
+        scales = self._take(name, SCALES, shape)
 
         def pieces() -> Iterator[NDArray[Any]]:
             factors = np.broadcast_to(self._read(scales).astype(np.float32).reshape(-1, blocks[1]), blocks)
@@ -274,8 +274,8 @@ class _Parts:
         """The matrix; ``by_input`` says that scales are stored [K / block, N]."""
 
         def turned() -> NDArray[np.float32]:
-            found = self._read(scales).astype(np.float32)
-            return np.ascontiguousarray(found.T) if by_input else found
+            scale_values = self._read(scales).astype(np.float32)
+            return np.ascontiguousarray(scale_values.T) if by_input else scale_values
 
         made = QuantizedTensor(codes, block, turned, order=order)
         return made if zero_points is None else _with_zeros(made, zero_points)
@@ -308,21 +308,21 @@ class _Parts:
         return None if np.array_equal(order, np.arange(inputs)) else order
 
     def _peek(self, part: str, shape: tuple[int | None, ...] | None) -> StoredTensor:
-        found = self.rest.get(f"{self.module}.{part}")
-        if found is None:
+        tensor = self.rest.get(f"{self.module}.{part}")
+        if tensor is None:
             raise self._error(f"is quantized, but its {part} is missing; download the checkpoint again")
         if shape is not None and (
-            len(found.shape) != len(shape) or any(b not in (a, None) for a, b in zip(found.shape, shape, strict=True))
+            len(tensor.shape) != len(shape) or any(b not in (a, None) for a, b in zip(tensor.shape, shape, strict=True))
         ):
             wanted = ["any" if size is None else size for size in shape]
-            raise self._error(f"has {part} {list(found.shape)}, expected {wanted}")
-        return found
+            raise self._error(f"has {part} {list(tensor.shape)}, expected {wanted}")
+        return tensor
 
     def _take(self, part: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None) -> StoredTensor:
-        found = self._peek(part, shape)
-        if found.dtype not in dtypes or (shape is None and (len(found.shape) != 2 or 0 in found.shape)):
+        tensor = self._peek(part, shape)
+        if tensor.dtype not in dtypes or (shape is None and (len(tensor.shape) != 2 or 0 in tensor.shape)):
             raise self._error(
-                f"has {part} {list(found.shape)} of type {found.dtype}, expected {' or '.join(dtypes)}"
+                f"has {part} {list(tensor.shape)} of type {tensor.dtype}, expected {' or '.join(dtypes)}"
                 f"{'' if shape is not None else ' with rows and columns'}"
             )
         return self.rest.pop(f"{self.module}.{part}")
@@ -369,9 +369,9 @@ def _fields(words: Words, bits: int) -> NDArray[np.uint8]:
     octets = np.ascontiguousarray(words).view(np.uint8).reshape(len(words), -1)
     if bits == 8:
         return octets
-    found: NDArray[np.uint8] = np.empty((len(octets), 2 * octets.shape[1]), np.uint8)
-    found[:, 0::2], found[:, 1::2] = octets & np.uint8(15), octets >> np.uint8(4)
-    return found
+    nibbles: NDArray[np.uint8] = np.empty((len(octets), 2 * octets.shape[1]), np.uint8)
+    nibbles[:, 0::2], nibbles[:, 1::2] = octets & np.uint8(15), octets >> np.uint8(4)
+    return nibbles
 
 
 def _by_row(words: Words, bits: int, order: NDArray[np.int32] | None) -> NDArray[Any]:
@@ -386,8 +386,8 @@ def _by_row(words: Words, bits: int, order: NDArray[np.int32] | None) -> NDArray
 
 
 def _center(levels: NDArray[Any], bits: int) -> NDArray[np.int8]:
-    found: NDArray[np.int8] = (levels.astype(np.int16) - (1 << (bits - 1))).astype(np.int8)
-    return found
+    signed: NDArray[np.int8] = (levels.astype(np.int16) - (1 << (bits - 1))).astype(np.int8)
+    return signed
 
 
 def _awq_outputs(words: Words) -> NDArray[np.int8]:

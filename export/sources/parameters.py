@@ -40,31 +40,31 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
 
     Quantized weights are always stored [outputs, inputs].
     """
-    found = _stack_experts(folder, config, renamed)
-    shapes, parameters = config.parameter_shapes, Tensors(found)
+    tensors = _stack_experts(folder, config, renamed)
+    shapes, parameters = config.parameter_shapes, Tensors(tensors)
     for packed, names in config.packed_parameters.items():
-        if packed in found and names[0] in shapes:  # a layer may lack that part
+        if packed in tensors and names[0] in shapes:  # a layer may lack that part
             del parameters[packed]
             parts = [shapes[name] for name in names]
             parameters |= dict(
-                zip(names, _unpack_parameters(folder, config, packed, found[packed], parts), strict=True)
+                zip(names, _unpack_parameters(folder, config, packed, tensors[packed], parts), strict=True)
             )
-    for name in _list_transposed_stacks(config) & found.keys():
-        if isinstance(found[name], Mxfp4Tensor):
+    for name in _list_transposed_stacks(config) & tensors.keys():
+        if isinstance(tensors[name], Mxfp4Tensor):
             continue
-        shape = found[name].shape
-        parameters[name] = _make_view(folder, found[name], _turn_each, (*shape[:1], *shape[:0:-1]))
-    for name in list_offset_norms(config) & found.keys():
-        parameters[name] = _make_view(folder, found[name], _plus_one, found[name].shape, "F32")
+        shape = tensors[name].shape
+        parameters[name] = _make_view(folder, tensors[name], _turn_each, (*shape[:1], *shape[:0:-1]))
+    for name in list_offset_norms(config) & tensors.keys():
+        parameters[name] = _make_view(folder, tensors[name], _plus_one, tensors[name].shape, "F32")
     for item in config.geometry.recurrents:
-        parameters |= _convert_recurrent(folder, config, item, found)
+        parameters |= _convert_recurrent(folder, config, item, tensors)
     for attention in config.geometry.attentions:
         _convert_head_norms(folder, attention, shapes, parameters)
     for name in _list_norms_of_ones(config, shapes):
         parameters[name] = MadeTensor("F32", shapes[name], partial(_filled, 1.0, shapes[name]))
-    plain = {name for name, tensor in found.items() if not isinstance(tensor, QuantizedTensor)}
+    plain = {name for name, tensor in tensors.items() if not isinstance(tensor, QuantizedTensor)}
     for name in _list_transposed(config) & plain:
-        parameters[name] = _make_view(folder, found[name], np.transpose, found[name].shape[::-1])
+        parameters[name] = _make_view(folder, tensors[name], np.transpose, tensors[name].shape[::-1])
     return parameters
 
 
@@ -78,32 +78,32 @@ def rename_tower(folder: Path, config: DecoderConfig, stored: Mapping[str, T]) -
 
 def tower_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Tensors:
     """Tensors of the tower by parameter name. A convolution over patches is a product with the pixels of each."""
-    found = Tensors(renamed)
+    tensors = Tensors(renamed)
     name = f"{TOWER}.patch_embedding.weight"
-    if isinstance(kernels := found.get(name), StoredTensor) and len(kernels.shape) > 2:
-        found[name] = replace(kernels, shape=(kernels.shape[0], math.prod(kernels.shape[1:])))
+    if isinstance(kernels := tensors.get(name), StoredTensor) and len(kernels.shape) > 2:
+        tensors[name] = replace(kernels, shape=(kernels.shape[0], math.prod(kernels.shape[1:])))
     if isinstance(config.tower, TowerConfig) and config.tower.projector == "pool":
         for name, view in ((f"{TOWER}.connector.weight", np.transpose), (f"{TOWER}.connector_norm.weight", _plus_one)):
-            if name in found:
+            if name in tensors:
                 dtype = "F32" if view is _plus_one else ""
-                found[name] = _make_view(folder, found[name], view, found[name].shape[::-1], dtype)
-    return found
+                tensors[name] = _make_view(folder, tensors[name], view, tensors[name].shape[::-1], dtype)
+    return tensors
 
 
-def _convert_recurrent(folder: Path, config: DecoderConfig, item: Recurrent, found: Tensors) -> Tensors:
+def _convert_recurrent(folder: Path, config: DecoderConfig, item: Recurrent, tensors: Tensors) -> Tensors:
     """The weights of a norm over groups, which stand behind it, and a convolution whose channels are scaled."""
     mixer, converted = config.layers[item.layer].recurrent, Tensors()
     assert mixer is not None
-    if mixer.scaled_apart and (name := f"{item.name}.norm.weight") in found:
-        converted[f"{item.name}.norm_scale"] = found[name]
-    if set(mixer.scales[1:4]) != {1.0} and (name := f"{item.name}.conv.weight") in found:
+    if mixer.scaled_apart and (name := f"{item.name}.norm.weight") in tensors:
+        converted[f"{item.name}.norm_scale"] = tensors[name]
+    if set(mixer.scales[1:4]) != {1.0} and (name := f"{item.name}.conv.weight") in tensors:
         view = partial(_scale_channels, mixer)
-        converted[name] = _make_view(folder, found[name], view, found[name].shape, "F32")
+        converted[name] = _make_view(folder, tensors[name], view, tensors[name].shape, "F32")
     return converted
 
 
 def _list_norms_of_ones(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Norms whose weight is stored as none, or as one that is not the norm's alone."""
+    """Norms whose weight is one, because none is stored, or because the stored one differs by head or group."""
     values = [f"{item.name}.v_norm.weight" for item in config.geometry.attentions]
     values += [
         f"{it.name}.{p}_norm.weight"
@@ -166,8 +166,8 @@ def _list_transposed_stacks(config: DecoderConfig) -> set[str]:
     return {f"{part.name}.weight" for item in config.geometry.mixtures if item.layer in turned for part in item.parts}
 
 
-def explain_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    return f"{name} has shape {list(found)}, but config.json asks for {list(expected)}"
+def explain_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    return f"{name} has shape {list(shape)}, but config.json asks for {list(expected)}"
 
 
 @cache
@@ -181,28 +181,28 @@ def make_renamer(renamed: tuple[tuple[str, str], ...]) -> Callable[[str], str]:
 
 def rename_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, T]) -> dict[str, T]:
     """Tensors of a checkpoint by llmc's own names, without the parts that are left out."""
-    rename, found = make_renamer(config.renamed), dict[str, T]()
+    rename, tensors = make_renamer(config.renamed), dict[str, T]()
     for own, tensor in stored.items():
         if any(f".{part}." in f".{own}." for part in config.left_out):
             continue
         name = rename(own)
-        if name in found:
+        if name in tensors:
             raise CheckpointError(
                 f"{folder}: {own} is here twice, the second time as {name}; expected one of them: remove the other"
             )
-        found[name] = tensor
-    return found
+        tensors[name] = tensor
+    return tensors
 
 
-def _stack_experts(folder: Path, config: DecoderConfig, found: Tensors) -> Tensors:
-    """``found`` with the weights of all experts of a layer in one tensor, where the checkpoint has one for each, or
-    gate and up apart."""
-    stacked = Tensors(found)
+def _stack_experts(folder: Path, config: DecoderConfig, tensors: Tensors) -> Tensors:
+    """Stack the weights of a layer's experts into one tensor, if the checkpoint stores each expert, or gate and up,
+    separately."""
+    stacked = Tensors(tensors)
     for item in config.geometry.mixtures:
         experts = config.layers[item.layer].experts
         assert experts is not None
         halves = [f"{item.name}.{part}_proj.weight" for part in ("gate", "up")]
-        if found.keys() >= {*halves}:
+        if tensors.keys() >= {*halves}:
             name, shape = f"{item.name}.gate_up_proj.weight", (item.count, 2 * item.inner, item.width)
             stacked[name] = _join(folder, stacked.pop(halves[0]), stacked.pop(halves[1]), shape)
             continue
@@ -210,9 +210,9 @@ def _stack_experts(folder: Path, config: DecoderConfig, found: Tensors) -> Tenso
         for part, names in zip(item.parts, (first, ("down_proj",)), strict=True):
             rows = (part.outputs // len(names), part.inputs)
             own = [f"{item.name}.{e}.{name}.weight" for e in range(item.count) for name in names]
-            if f"{part.name}.weight" in found or own[0] not in found:
+            if f"{part.name}.weight" in tensors or own[0] not in tensors:
                 continue
-            parts = [_find_expert(folder, name, found.get(name), rows, item.count) for name in own]
+            parts = [_find_expert(folder, name, tensors.get(name), rows, item.count) for name in own]
             if len({(it.dtype, it.block if isinstance(it, QuantizedTensor) else 0) for it in parts}) > 1:
                 raise CheckpointError(f"{folder}: the experts of {item.name} have several dtypes; expected one of all")
             coded = [it for it in parts if isinstance(it, QuantizedTensor)]
@@ -332,31 +332,31 @@ def _of_heads(config: DecoderConfig, part: int, whole: Array) -> Array:
     """The queries, keys or values [heads, head_dim, ...] of a tensor that stores all three head by head."""
     mixer = config.layers[0].attention
     assert mixer is not None
-    found: Array = whole.reshape(mixer.heads, -1, mixer.head_dim, *whole.shape[1:])[:, part]
-    return found
+    rows: Array = whole.reshape(mixer.heads, -1, mixer.head_dim, *whole.shape[1:])[:, part]
+    return rows
 
 
 def _columns(start: int, stop: int, whole: Array) -> Array:
-    found: Array = whole.T[start:stop]
-    return found
+    turned: Array = whole.T[start:stop]
+    return turned
 
 
 def _turn_each(stack: Array) -> Array:
-    found: Array = stack.swapaxes(1, 2)
-    return found
+    turned: Array = stack.swapaxes(1, 2)
+    return turned
 
 
 def _plus_one(weight: Array) -> Array:
-    found: Array = weight.astype(np.float32) + np.float32(1)
-    return found
+    gain: Array = weight.astype(np.float32) + np.float32(1)
+    return gain
 
 
 def _scale_channels(mixer: RecurrentConfig, weight: Array) -> Array:
     """The weight of a convolution, whose channels are those of values, keys and queries."""
     keys = mixer.key_heads * mixer.key_dim
     scales = np.repeat(np.array(mixer.scales[1:4], np.float32), (mixer.inner, keys, keys))
-    found: Array = weight.astype(np.float32) * scales[:, None, None]
-    return found
+    scaled: Array = weight.astype(np.float32) * scales[:, None, None]
+    return scaled
 
 
 def _make_view(

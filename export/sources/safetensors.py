@@ -177,14 +177,14 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _compare_with_index(folder: Path, index: dict[str, str], shards: list[Shard]) -> None:
-    found = {name: tensor.file for shard in shards for name, tensor in shard.tensors.items()}
+    files = {name: tensor.file for shard in shards for name, tensor in shard.tensors.items()}
     for name, file in index.items():
-        if found.get(name) != file:
+        if files.get(name) != file:
             raise CheckpointError(
                 f"{folder}: {INDEX_FILE} says that {format_name(name)} is in {format_name(file)}, where it is not; "
                 "download again"
             )
-    for name, file in found.items():
+    for name, file in files.items():
         if name not in index:
             raise CheckpointError(
                 f"{folder}: {file} holds {format_name(name)}, which {INDEX_FILE} does not name; download again"

@@ -110,7 +110,7 @@ def _cut_content(content: dict[str, Any], beyond: set[str]) -> dict[str, Any]:
 
 
 def _list_unknown(content: dict[str, Any], files: Mapping[str, dict[str, Any]], rows: int) -> set[str]:
-    """Tokens that only the other files name, which get the numbers after the last one: those beyond the rows."""
+    """Tokens that only the other files name and whose ids, after the last known one, have no row."""
     known = {token for _, token in read_tokens(TOKENIZER_FILE, content)}
     added = [entry["id"] for entry in content.get("added_tokens") or ()]
     first = max(len(content["model"].get("vocab", ())), 1 + max(added, default=-1))
@@ -128,14 +128,14 @@ def _list_unknown(content: dict[str, Any], files: Mapping[str, dict[str, Any]], 
 
 def _cut_names(config: dict[str, Any], beyond: set[str]) -> dict[str, Any]:
     """``config`` without the tokens ``beyond``; the same object where it names none of them."""
-    found = {name: value for name, value in config.items() if not (name.endswith("_token") and _text(value) in beyond)}
+    cut = {name: value for name, value in config.items() if not (name.endswith("_token") and _text(value) in beyond)}
     for name in ("added_tokens_decoder", *_LISTS):
-        value = found.get(name)
+        value = cut.get(name)
         if isinstance(value, dict):
-            found[name] = {key: token for key, token in value.items() if _text(token) not in beyond}
+            cut[name] = {key: token for key, token in value.items() if _text(token) not in beyond}
         elif isinstance(value, list):
-            found[name] = [token for token in value if _text(token) not in beyond]
-    return config if found == config else found
+            cut[name] = [token for token in value if _text(token) not in beyond]
+    return config if cut == config else cut
 
 
 def _text(token: Any) -> str | None:

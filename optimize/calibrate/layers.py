@@ -67,15 +67,15 @@ class SmoothingMapping:
 
 def list_smoothing_mappings(geometry: Geometry, layer: int) -> tuple[SmoothingMapping, ...]:
     """One mapping for each activation that linears of a layer read, in the order of computation."""
-    found = []
+    mappings = []
     for group in geometry.readers:
         first, attention = group[0], geometry.attention.get(group[0].reads)
         if first.layer == layer:
             names = tuple(linear.name.removeprefix(_prefix(layer)) for linear in group)
             shared = (attention.heads // attention.kv_heads, attention.head_dim) if attention else (1, 1)
             producer = first.producer.removeprefix(_prefix(layer))
-            found.append(SmoothingMapping(names, first.inputs, producer, *shared))
-    return tuple(found)
+            mappings.append(SmoothingMapping(names, first.inputs, producer, *shared))
+    return tuple(mappings)
 
 
 def _prefix(layer: int) -> str:
@@ -120,7 +120,7 @@ def calibrate(
 
 
 def _resume(store: Store, source: LayerSource, ids: Tensor) -> tuple[int, Tensor, NDArray[np.int64]]:
-    """Layers that are done, what goes into the next, and how many experts GPTQ chose integers for, and how many not."""
+    """Number of finished layers, the next layer's input, and counts of experts with and without GPTQ."""
     if store.has(STATE):
         state = store.read(STATE)
         return int(state["layers"]), torch.from_numpy(state["hidden"]), state["experts"]
@@ -198,8 +198,8 @@ class _Layer:
     def _observe(
         self, hidden: Tensor, compute: Callable[[Tensor], None]
     ) -> tuple[dict[SmoothingMapping, InputStatistics], dict[str, "Read"]]:
-        """Statistics of what linears read, and what experts did, which is less than their moments would be, while
-        ``compute`` runs the layer."""
+        """Statistics of the linears' inputs while ``compute`` runs the layer, and the rows that experts read, which
+        take less memory than their moments."""
         moments = self.recipe.scheme != "rtn"
         watched = {mapping: Accumulator(mapping.inputs, self.source.device, moments) for mapping in self.mappings}
 
@@ -225,8 +225,8 @@ class _Layer:
             self._find_shared_maximum(mapping, statistics.absmax),
             self._find_shared_maximum(mapping, weights.abs().amax(0)),
         )
-        found = smoothquant.scales(absmax, rows, alpha=self.recipe.smoothing)
-        return found.view(-1, 1, mapping.run).expand(-1, mapping.repeats, -1).flatten()
+        scales = smoothquant.scales(absmax, rows, alpha=self.recipe.smoothing)
+        return scales.view(-1, 1, mapping.run).expand(-1, mapping.repeats, -1).flatten()
 
     def _find_shared_maximum(self, mapping: SmoothingMapping, values: Tensor) -> Tensor:
         """The largest of the values [K] among copies of a channel."""
@@ -260,7 +260,7 @@ class _Layer:
             parameter.data = torch.from_numpy(part.dequantize()).to(self.source.device)
 
     def _decide_prompts(self, mapping: SmoothingMapping, statistics: InputStatistics) -> None:
-        """Choose the integers that a rotated W8A8 multiplies, for what it reads in the basis of its graph."""
+        """Choose the integers of a rotated W8A8 graph, for inputs in the basis of that graph."""
         if self.prompts is None:
             return
         geometry = self.source.geometry
@@ -275,20 +275,20 @@ class _Layer:
             inputs = inputs or gptq.Inputs(_turn_moment(statistics.inputs.moment, gain, block))
             matrix = turn_inputs(as_array(self._weight(name)), gain, block)
             matrix = turn_outputs(matrix) if linear.name in geometry.writers else matrix
-            found = gptq.quantize(torch.from_numpy(matrix).to(self.source.device), inputs, config.grid)
-            self.arrays |= arrays_of(f"{linear.name}.weight", found, PROMPTS)
+            quantized = gptq.quantize(torch.from_numpy(matrix).to(self.source.device), inputs, config.grid)
+            self.arrays |= arrays_of(f"{linear.name}.weight", quantized, PROMPTS)
 
     def _decide_experts(self, item: Experts, grid: Grid, read: "Read") -> None:
-        """Quantize each expert for what itself reads, one after the other; what the first product reads, all share."""
+        """Quantize each expert on its own inputs; the first product also uses the layer's shared statistics."""
         for number, part in enumerate(item.parts):
             stacked, name = self._weight(part.name.removeprefix(self.prefix)), f"{part.name}.weight"
             every = (read.rows(expert, number) for expert in range(item.count))
             shared = _measure_moment(every, part.inputs) if number == 0 else None
-            found = []
+            matrices = []
             for expert, matrix in enumerate(stacked):
-                found.append(_quantize_expert(matrix, read.rows(expert, number), shared, grid))
-                matrix.copy_(torch.from_numpy(found[-1].dequantize()))
-            self.arrays |= arrays_of(name, stack(found))
+                matrices.append(_quantize_expert(matrix, read.rows(expert, number), shared, grid))
+                matrix.copy_(torch.from_numpy(matrices[-1].dequantize()))
+            self.arrays |= arrays_of(name, stack(matrices))
         calibrated = sum(read.tokens(expert) >= item.inner for expert in range(item.count))
         self.experts += calibrated, item.count - calibrated
 
@@ -303,10 +303,10 @@ class _Layer:
         for batch in _batches(hidden):
             out, presents = self.source.run(self.module, batch.to(self.source.device))
             batch.copy_(out)
-            for part, found in _keys_and_values(presents):
-                largest = found.abs().amax((0, 2))
+            for part, values in _keys_and_values(presents):
+                largest = values.abs().amax((0, 2))
                 ranges[part] = torch.maximum(ranges.get(part, largest), largest)
-        self.arrays |= {f"cache:{part}": found.cpu().numpy() for part, found in ranges.items()}
+        self.arrays |= {f"cache:{part}": values.cpu().numpy() for part, values in ranges.items()}
 
     def _module(self, name: str) -> Any:
         return self.module.get_submodule(name.removeprefix(self.prefix))
@@ -317,14 +317,14 @@ class _Layer:
 
 
 def _is_chosen(config: QuantConfig) -> TypeGuard[WeightOnly]:
-    """True of weights whose integers are chosen here. 8 bits are rounded to nearest when the graph is lowered, and the
-    next layer would not notice."""
+    """True for weights whose integers are chosen here. 8-bit weights are rounded to nearest by the lowering; the next
+    layer would not notice."""
     return isinstance(config, WeightOnly) and config.grid.bits == 4
 
 
 def _turn_moment(moment: Tensor, gain: NDArray[np.float32] | None, block: int) -> Tensor:
-    """The second moment of inputs X [tokens, K] once they are divided by ``gain`` and turned as
-    :func:`turn_inputs` wants them; a channel that the gain silences was never seen."""
+    """Second moment of inputs X [tokens, K] after division by ``gain`` and rotation as in :func:`turn_inputs`.
+    Channels with a gain of 0 count as never seen."""
     turned = as_array(moment)
     if gain is not None:
         inverse = np.divide(1, gain, out=np.zeros_like(gain), where=gain != 0)
@@ -357,19 +357,19 @@ class Read:
 
 def _list_mixtures(geometry: Geometry, layer: int, recipe: Recipe, configs: QuantConfigs) -> list[tuple[Experts, Grid]]:
     """The mixtures of a layer whose integers are to be chosen by GPTQ."""
-    found = []
+    chosen = []
     for item in geometry.mixtures:
         config = configs.stored(item.name)
         if item.layer == layer and recipe.scheme != "rtn" and _is_chosen(config):
             grid = fit_block(config.grid, item)
             if item.codes is None or not all(grid.holds(item.codes, part.inputs) for part in item.parts):
-                found.append((item, grid))
-    return found
+                chosen.append((item, grid))
+    return chosen
 
 
 def _quantize_expert(matrix: Tensor, rows: Tensor, shared: Tensor | None, grid: Grid) -> Quantized:
-    """One matrix [N, K] of an expert that read ``rows`` [tokens, K], beside the ``shared`` second moment of all that
-    its layer reads; without it, fewer tokens than inputs leave the nearest."""
+    """Quantize a matrix [N, K] of an expert that read ``rows`` [tokens, K]. ``shared`` is the second moment of all rows
+    of the layer; without it, an expert with fewer tokens than inputs is rounded to nearest."""
     if shared is None and len(rows) < matrix.shape[1]:
         return rtn.quantize(matrix.cpu().numpy(), grid)
     moment = _measure_moment([rows], matrix.shape[1])
@@ -388,8 +388,8 @@ def _measure_moment(parts: Iterable[Tensor], inputs: int) -> Tensor:
 
 
 def _keys_and_values(presents: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Those of an attention's cache, by ``key`` and ``value``."""
-    return ((end, found) for name, found in presents.items() if (end := name.rpartition(".")[2]) in ("key", "value"))
+    """Keys and values among a layer's outputs, named ``key`` and ``value``."""
+    return ((end, values) for name, values in presents.items() if (end := name.rpartition(".")[2]) in ("key", "value"))
 
 
 def quantize(weights: Tensor, grid: Grid, scheme: str, statistics: InputStatistics, pruned: bool = False) -> Quantized:
@@ -419,8 +419,8 @@ def _decide_head(source: LayerSource, hidden: Tensor, recipe: Recipe, config: Qu
     if recipe.scheme == "rtn" or not _is_chosen(config):
         return arrays
     rows = max(1, HEAD_PIECE // hidden.shape[-1])
-    found = [
+    parts = [
         quantize(source.rows(source.head, start, start + rows), config.grid, recipe.scheme, statistics)
         for start in range(0, source.geometry.vocab_size, rows)
     ]
-    return arrays | arrays_of(source.head, stack(found))
+    return arrays | arrays_of(source.head, stack(parts))

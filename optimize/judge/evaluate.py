@@ -15,7 +15,7 @@ from llmc.optimize.judge import golden
 from llmc.optimize.judge.quality import Tally
 from llmc.optimize.judge.reference import Reference, keep_states
 from llmc.optimize.progress import Progress, make_counter, silent
-from llmc.runtime import Model
+from llmc.runtime import Generator
 from llmc.runtime.sessions import Phase
 
 # Long enough for attention to matter, short enough that a text has many. A window takes one decode step per token: with
@@ -26,7 +26,7 @@ MAX_WINDOWS = 6
 
 
 def read_windows(
-    path: Path | None, model: Model, window: int | None = None, max_windows: int = MAX_WINDOWS
+    path: Path | None, model: Generator, window: int | None = None, max_windows: int = MAX_WINDOWS
 ) -> CalibrationSamples:
     """Windows of a text, at most ``max_windows``, evenly spread over it.
 
@@ -46,7 +46,7 @@ def read_windows(
     return read_samples(path, model.folder, samples=max_windows, length=window, vocab_size=vocab, held_out=True)
 
 
-def open_reference(model: Model, export: Path) -> Reference:
+def open_reference(model: Generator, export: Path) -> Reference:
     reference = Reference(export)
     ours, theirs = model.manifest.source, reference.manifest.source
     if ours.fingerprint != theirs.fingerprint:
@@ -60,7 +60,7 @@ def open_reference(model: Model, export: Path) -> Reference:
 
 
 def evaluate(
-    model: Model,
+    model: Generator,
     text: CalibrationSamples,
     *,
     reference: Path | None = None,
@@ -116,7 +116,7 @@ def evaluate(
     )
 
 
-def _matches(model: Model, reference: Reference, progress: Progress) -> list[tuple[int, int]]:
+def _matches(model: Generator, reference: Reference, progress: Progress) -> list[tuple[int, int]]:
     """For each golden prompt, how many greedy tokens the unquantized model would choose too, and of how many."""
     answered = golden.greedy_answers(model)
     states = reference.compute_normed(golden.list_fed(answered, None), progress)

@@ -28,7 +28,7 @@ from llmc.optimize.order import Order, runs_here
 from llmc.optimize.weights.file import round_to_bfloat16
 from llmc.optimize.weights.store import Calibrated
 from llmc.origin import check_unchanged, copy_tokenizer
-from llmc.runtime import Model, load
+from llmc.runtime import Embedder, Generator, load
 from llmc.runtime.host import disk_cache
 from llmc.runtime.selftest import LOGIT_TOLERANCE, LOGIT_TOLERANCES, VECTOR_TOLERANCE, run_head
 
@@ -99,7 +99,7 @@ def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calib
     return finished
 
 
-def _run_long_prompt(order: Order, folder: Path, model: Model, verified: str) -> tuple[GoldenPrompt, ...]:
+def _run_long_prompt(order: Order, folder: Path, model: Generator, verified: str) -> tuple[GoldenPrompt, ...]:
     """The long golden prompt: computed by the CPU also beside a GPU, which is compared with it when it replays, unless
     memory does not suffice."""
     order.progress("running a long golden prompt")
@@ -115,7 +115,7 @@ def _run_long_prompt(order: Order, folder: Path, model: Model, verified: str) ->
 def judge_encoder(order: Order, folder: Path, manifest: Manifest, _: Calibrated) -> Manifest:
     """:func:`judge_decoder` of a model that embeds or ranks: its vectors beside those of the unquantized one."""
     write_manifest(manifest, folder)
-    with load(folder, self_test=False) as model:
+    with load(folder, kind=Embedder, self_test=False) as model:
         cases, spread, similarity = run_golden_vectors(model, order.source, order.progress)
     finished = replace(
         manifest,
@@ -154,7 +154,7 @@ def _layer_errors(
 
 def _open_model(
     order: Order, folder: Path, manifest: Manifest, weights: Calibrated, stack: ExitStack
-) -> tuple[Model, str]:
+) -> tuple[Generator, str]:
     """The bundle, loaded on the device that it is for, or else its graph on the CPU; and which of them. ``stack``
     closes the model, and removes what was only made to be judged."""
     if not order.target.has_gpu:

@@ -27,32 +27,32 @@ def find_broken_limits(kl: float, agreement: float, increase: float, budget: Bud
 
     ``kl`` is in nats, ``agreement`` 0 ... 1, ``increase`` that of the perplexity, 0.02 for 2 %.
     """
-    found: list[str] = []
+    broken: list[str] = []
     # Compare so that NaN fails.
     if budget.max_kl is not None and not kl <= budget.max_kl:
-        found.append(f"mean KL {kl:.4g}, at most {budget.max_kl:g} is allowed")
+        broken.append(f"mean KL {kl:.4g}, at most {budget.max_kl:g} is allowed")
     if budget.min_agreement is not None and not agreement >= budget.min_agreement:
-        found.append(f"top-1 agreement {agreement:.2%}, at least {budget.min_agreement:.2%} is required")
+        broken.append(f"top-1 agreement {agreement:.2%}, at least {budget.min_agreement:.2%} is required")
     if budget.max_perplexity_increase is not None and not increase <= budget.max_perplexity_increase:
         allowed = f"at most {budget.max_perplexity_increase:+.2%} is allowed"
-        found.append(f"perplexity {increase:+.2%}, {allowed}")
-    return found
+        broken.append(f"perplexity {increase:+.2%}, {allowed}")
+    return broken
 
 
 def violations(quality: Quality, budget: Budget) -> list[tuple[str, str]]:
     """Every broken limit of the budget, and the phase that breaks it, in words."""
-    found: list[tuple[str, str]] = []
+    broken: list[tuple[str, str]] = []
     for phase, path in quality.phases.items():
         kl, same = path.mean_kl, path.top1_agreement
         assert kl is not None and same is not None and quality.reference_perplexity is not None
         increase = path.perplexity / quality.reference_perplexity - 1
-        found += [(text, phase) for text in find_broken_limits(kl, same, increase, budget)]
-    return found
+        broken += [(text, phase) for text in find_broken_limits(kl, same, increase, budget)]
+    return broken
 
 
 def name_better(recipe: Recipe, phases: Collection[str], excess: float = 1.0) -> str:
-    """The option with the next recipe by purpose, which loses less in these phases than ``recipe``; of recipes for
-    CPUs one that may divide KL by ``excess``."""
+    """The option with a recipe that loses less in these phases than ``recipe``; for CPUs one that may divide KL by
+    ``excess``."""
     if recipe.sparsity:
         return "less sparsity in the recipe"
     if recipe.compute != "float32":  # a GPU's
@@ -101,13 +101,13 @@ def check_unrounded(quality: Quality, recipe: Recipe) -> None:
 
 def list_doubts(quality: Quality, vocab_size: int) -> list[str]:
     """A warning about an unquantized model that predicts llmc's own text badly, as with a wrong tokenizer."""
-    found = quality.reference_perplexity
-    if found is None or found <= vocab_size**UNTRAINED_SHARE:  # NaN is not
+    perplexity = quality.reference_perplexity
+    if perplexity is None or perplexity <= vocab_size**UNTRAINED_SHARE:  # NaN is not
         return []
     return [
-        f"the unquantized model has a perplexity of {found:.4g} on {quality.text} (English for the most part), where "
-        f"chance has {vocab_size} and a language model at most {vocab_size**UNTRAINED_SHARE:.3g}: the checkpoint has "
-        "another model's tokenizer, or is not trained on such text"
+        f"the unquantized model has a perplexity of {perplexity:.4g} on {quality.text} (English for the most part), "
+        f"where chance has {vocab_size} and a language model at most {vocab_size**UNTRAINED_SHARE:.3g}: the checkpoint "
+        "has another model's tokenizer, or is not trained on such text"
     ]
 
 

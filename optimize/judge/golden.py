@@ -19,7 +19,7 @@ from llmc.optimize.calibrate.text import hide_half
 from llmc.optimize.judge.quality import Float, Tally
 from llmc.optimize.judge.reference import Ids, Reference
 from llmc.optimize.progress import Progress, silent
-from llmc.runtime import Model
+from llmc.runtime import Generator, LoadedBundle
 from llmc.runtime.selftest import LONG_STEPS, answer_greedily
 from llmc.runtime.sessions import Batch, Phase
 
@@ -62,7 +62,7 @@ def tolerance(least: float, spread: float) -> float:
     return min(LARGEST_TOLERANCE, max(least, SPREAD_FACTOR * spread))
 
 
-def run_golden_prompts(model: Model, export: Path, progress: Progress = silent) -> Golden:
+def run_golden_prompts(model: Generator, export: Path, progress: Progress = silent) -> Golden:
     """Run the golden prompts through the bundle and the unquantized model; perplexities are over the prompts alone."""
     progress("running the golden prompts")
     answered, diffusion = greedy_answers(model), model.manifest.geometry.diffusion
@@ -98,9 +98,9 @@ def run_golden_prompts(model: Model, export: Path, progress: Progress = silent) 
     return Golden(tuple(cases), max(spreads), quality)
 
 
-def run_long_prompt(model: Model) -> tuple[GoldenPrompt, ...]:
+def run_long_prompt(model: Generator) -> tuple[GoldenPrompt, ...]:
     """A golden prompt of :data:`LONG_PROMPT` tokens, or as many as the context allows, and its answer in single steps;
-    none where others are as long. It is not compared with the unquantized model: quality is the other prompts'."""
+    nothing if other prompts are as long. Quality is measured on the other prompts only."""
     runner, length = model.runner, min(LONG_PROMPT, model.runner.max_context - LONG_STEPS)
     if length <= PROMPT_TOKENS:
         return ()
@@ -114,7 +114,7 @@ def run_long_prompt(model: Model) -> tuple[GoldenPrompt, ...]:
     return (_record(prompt, tuple(logits.argmax(axis=1).tolist()), logits),)
 
 
-def greedy_answers(model: Model) -> list[Answered]:
+def greedy_answers(model: Generator) -> list[Answered]:
     """Token ids of the golden prompts, and of the bundle's greedy answers."""
     new_tokens = max(1, min(NEW_TOKENS, model.runner.max_context - PROMPT_TOKENS))
     prompts = [hide_half(np.array(ids), model.manifest.geometry.diffusion).tolist() for ids in prompt_ids(model)]
@@ -125,14 +125,14 @@ def greedy_answers(model: Model) -> list[Answered]:
 
 
 def list_fed(answered: Sequence[Answered], diffusion: Diffusion | None) -> list[list[int]]:
-    """The tokens to feed for the logits of each answer, the last of which has none to compare; of a diffusion model,
-    whose answers have no order, the prompts."""
+    """Tokens to feed for the logits of each answer: prompt and answer without its last token; for a diffusion model,
+    whose answers have no order, the prompt."""
     return [[*prompt, *([] if diffusion else answer[:-1])] for prompt, answer in answered]
 
 
 def find_targets(ids: Sequence[int] | Ids, fed: Sequence[int] | Ids, diffusion: Diffusion | None) -> tuple[Ids, Ids]:
-    """Rows of the logits of ``fed`` that predict tokens of a text ``ids``, and these: each the next one, or those for
-    which a diffusion model saw masks."""
+    """Rows of the logits of ``fed`` that predict tokens of a text ``ids``, and these tokens: the next token of each
+    row, or the masked tokens of a diffusion model."""
     if diffusion is None:
         return np.arange(len(ids) - 1), np.array(ids[1:], np.int64)
     masked = np.flatnonzero(np.array(fed) == diffusion.mask_token_id)
@@ -146,7 +146,7 @@ def count_matching(answer: Sequence[int], logits: Float) -> int:
     return len(answer) if same.all() else int(same.argmin())
 
 
-def path_logits(model: Model, ids: Sequence[int], phase: Phase) -> Float:
+def path_logits(model: Generator, ids: Sequence[int], phase: Phase) -> Float:
     """Logits after every token of ``ids`` through one path; NaN and infinity raise BundleError."""
     logits = model.runner.logits(ids, phase)
     if not np.isfinite(logits).all():
@@ -154,7 +154,7 @@ def path_logits(model: Model, ids: Sequence[int], phase: Phase) -> Float:
     return logits
 
 
-def _not_finite(model: Model, what: str) -> BundleError:
+def _not_finite(model: LoadedBundle, what: str) -> BundleError:
     halves = model.manifest.cache == "float16" and model.manifest.target.name == "cpu"
     remedy = "cache = 'float32' in the recipe, if keys or values leave float16" if halves else "precision fp32"
     return BundleError(
@@ -164,7 +164,7 @@ def _not_finite(model: Model, what: str) -> BundleError:
     )
 
 
-def prompt_ids(model: Model) -> list[list[int]]:
+def prompt_ids(model: LoadedBundle) -> list[list[int]]:
     """Token ids of :data:`PROMPTS`, or ids spread over the vocabulary if the tokenizer has no tokens for them."""
     vocab, length = model.manifest.geometry.vocab_size, min(PROMPT_TOKENS, max(1, model.max_context - 1))
     encoded = [model.tokenizer.encode(text)[:length] for text in PROMPTS]
@@ -172,9 +172,9 @@ def prompt_ids(model: Model) -> list[list[int]]:
     return usable or [[(start + i * vocab // length) % vocab for i in range(length)] for start in range(len(PROMPTS))]
 
 
-def _other_calls(model: Model, prompt: list[int], graph: Phase) -> Iterator[Float]:
-    """Logits [V] after the prompt by calls that an engine may make of a graph in place of the recorded ones: in pieces,
-    and with the last token beside another row's."""
+def _other_calls(model: Generator, prompt: list[int], graph: Phase) -> Iterator[Float]:
+    """Logits [V] after the prompt by other calls that an engine may make: in pieces, and with the last token beside
+    another row's."""
     runner, last = model.runner, len(prompt) - 1
     if model.manifest.geometry.diffusion:
         return
@@ -184,8 +184,8 @@ def _other_calls(model: Model, prompt: list[int], graph: Phase) -> Iterator[Floa
     runner.session.cache.grow(2, len(prompt), runner.max_context)
     ids, past, none = np.array([prompt], np.int64), np.zeros(1, np.int64), np.zeros((1, 0), np.int64)
     for row in (0, 1) if last else ():
-        runner.session.run(Batch(graph, ids[:, :last], past, none, row))
-    both = Batch(graph, np.repeat(ids[:, last:], 2, axis=0), np.full(2, last), np.zeros((2, 1), np.int64))
+        runner.session.run(Batch.of(graph, ids[:, :last], past, none, row))
+    both = Batch.of(graph, np.repeat(ids[:, last:], 2, axis=0), np.full(2, last), np.zeros((2, 1), np.int64))
     yield runner.session.run(both)[0, 0].copy()
 
 

@@ -29,7 +29,7 @@ FAR = 600
 # Smaller contexts, without room for prefixes and calls, are not measured.
 SMALLEST_CONTEXT = PREFIX + LONGER * max(SIZES) + max(SIZES)
 
-# Of the factors that are drawn for rows: their products are about as large as what they are added to.
+# Standard deviation of the random factors: their products are about as large as the values that they are added to.
 DEVIATION = 0.1
 
 Same = Callable[[int], bool]
@@ -45,36 +45,37 @@ def measure_guarantees(session: Session, manifest: Manifest) -> Manifest:
     if manifest.limits.max_context < SMALLEST_CONTEXT or _has_rounding_experts(manifest) or manifest.geometry.diffusion:
         return manifest
     probe = _Probe(session, manifest)
-    found = {phase.value: probe.invariance(phase) for phase in Phase}
+    invariances = {phase.value: probe.invariance(phase) for phase in Phase}
     if session.changes_kernels:  # measuring proves nothing for them; calls of one token are still measured
-        found = {Phase.DECODE.value: Invariance(rows=found[Phase.DECODE.value].rows)}
+        invariances = {Phase.DECODE.value: Invariance(rows=invariances[Phase.DECODE.value].rows)}
     adapter_graph = manifest.adapter_graph
     if adapter_graph is not None:
         session.open_adapters()
         measured = _Probe(session, manifest, _draw_adapters(manifest)).invariance(Phase.DECODE)
         adapter_graph = replace(adapter_graph, invariance=measured)
     graphs = {
-        name: replace(graph, invariance=found.get(name, graph.invariance)) for name, graph in manifest.graphs.items()
+        name: replace(graph, invariance=invariances.get(name, graph.invariance))
+        for name, graph in manifest.graphs.items()
     }
     return replace(manifest, graphs=graphs, adapter_graph=adapter_graph)
 
 
 def _draw_adapters(manifest: Manifest) -> tuple[Adapter, ...]:
-    """An adapter of chance for each row, that changes everything."""
-    draw, found, rank = np.random.default_rng(1).standard_normal, [], manifest.limits.rank
+    """A random adapter for each row, which changes every linear that adapters can change."""
+    draw, adapters, rank = np.random.default_rng(1).standard_normal, [], manifest.limits.rank
     for row in range(min(manifest.limits.max_batch, max(SIZES))):
         factors = {
             it.name: (draw((rank, it.inputs), np.float32) * DEVIATION, draw((rank, it.outputs), np.float32) * DEVIATION)
             for it in manifest.geometry.linears
             if it.is_open
         }
-        found.append(Adapter(AdapterInfo(str(row), str(row), rank), factors))
-    return tuple(found)
+        adapters.append(Adapter(AdapterInfo(str(row), str(row), rank), factors))
+    return tuple(adapters)
 
 
 def _has_rounding_experts(manifest: Manifest) -> bool:
-    """True if some experts are not in MXFP4: they multiply the rows of a call that chose them together, and round them
-    by their number, if not in the few calls that are measured here."""
+    """True if some experts are not in MXFP4. Such experts round by the number of rows that chose them, even if the few
+    calls that are measured here agree."""
     stored = next(iter(quant_configs(manifest.recipe, manifest.geometry).values()))
     return any(stored.stored(item.name) != Mxfp4() for item in manifest.geometry.mixtures)
 
@@ -104,7 +105,7 @@ class _Probe:
     def invariance(self, phase: Phase) -> Invariance:
         for row, prefix in enumerate(self._prefixes):
             ids = np.array([prefix], np.int64)
-            call = Batch(phase, ids, np.zeros(1, np.int64), np.zeros((1, 0), np.int64), row)
+            call = Batch.of(phase, ids, np.zeros(1, np.int64), np.zeros((1, 0), np.int64), row)
             self._session.run(replace(call, adapters=self._adapters[row : row + 1]))
         cache = self._session.cache
         self._states = [cache.read_states(row, len(prefix)) for row, prefix in enumerate(self._prefixes)]
@@ -151,14 +152,14 @@ class _Probe:
         """Logits [rows, outputs, vocab] of a call's last ``outputs`` tokens, over the cache as it is."""
         rows, tokens = ids.shape
         indices = np.tile(np.arange(tokens - outputs, tokens), (rows, 1))
-        call = Batch(phase, ids, past.astype(np.int64), indices, adapters=self._adapters[:rows])
-        logits: NDArray[np.float32] = self._session.run(call).copy()
+        call = Batch.of(phase, ids, past.astype(np.int64), indices)
+        logits: NDArray[np.float32] = self._session.run(replace(call, adapters=self._adapters[:rows])).copy()
         return logits
 
     def _step(self, phase: Phase, rows: int) -> Values:
         past = [len(prefix) for prefix in self._prefixes[:rows]]
         zeros = np.zeros((rows, 1), np.int64)
-        logits = self._run(Batch(phase, self._next[:rows, :1], np.array(past, np.int64), zeros))[:, 0].copy()
+        logits = self._run(Batch.of(phase, self._next[:rows, :1], np.array(past, np.int64), zeros))[:, 0].copy()
         cached = [self._session.cache.read(row, length, length + 1) for row, length in enumerate(past)]
         return logits, np.stack(cached)
 
@@ -168,7 +169,7 @@ class _Probe:
 
         def run(tokens: int) -> list[NDArray[np.generic]]:
             # Logits at the ends of all calls, equally many in each call; positions beyond its end are clipped to it.
-            call = Batch(
+            call = Batch.of(
                 phase, self._text[None, :tokens], np.array([past], np.int64), np.minimum(ends, tokens - 1)[None]
             )
             logits, shown = self._run(call)[0], np.count_nonzero(ends < tokens)
@@ -185,7 +186,7 @@ class _Probe:
     def _piece(self, phase: Phase, tokens: int, outputs: int) -> Values:
         """Run ``tokens`` new tokens of row 0 for the logits of the first ``outputs``, the last one repeated."""
         past, indices = len(self._prefixes[0]), np.minimum(np.arange(outputs), tokens - 1)[None]
-        call = Batch(phase, self._next[:1, :tokens], np.array([past], np.int64), indices)
+        call = Batch.of(phase, self._next[:1, :tokens], np.array([past], np.int64), indices)
         return self._run(call)[0].copy(), self._fill_cache(past, tokens)
 
     def _run(self, call: Batch) -> NDArray[np.float32]:

@@ -15,9 +15,10 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmc.bundle import LM_HEAD, LOGIT_ROWS, Manifest
+from llmc.bundle.contract import INPUTS
 from llmc.bundle.model.names import EMBEDDING, HEAD
 from llmc.errors import BundleError
-from llmc.optimize.judge.reference import Float, Ids, LayerCalls, Reference, empty_caches, open_part
+from llmc.optimize.judge.reference import Float, Ids, LayerCalls, Reference, complete_feeds, empty_caches, open_part
 from llmc.optimize.lower.onnxruntime.norms import KERNELS
 from llmc.optimize.progress import Progress, make_counter, silent
 from llmc.optimize.quantize.rotation import rotation
@@ -107,11 +108,7 @@ class _Graph:
         self._geometry = manifest.geometry
         self._cache_type = manifest.cache
         self._model = ir.load(self._path)
-        # Graphs for TensorRT take the cache positions that they may read; graphs that pack rows take the number of
-        # valid new tokens.
-        self._asked = {"cache_slots", "new_lengths", "seen_lengths", "text_lengths"} & {
-            value.name or "" for value in self._model.graph.inputs
-        }
+        self._asked = [str(value.name) for value in self._model.graph.inputs if value.name in INPUTS]
         self._spare, self._head = manifest.overwritten, manifest.graphs.get(LM_HEAD)
         rotated = {manifest.graphs[phase].file for phase in manifest.recipe.rotated}
         self._basis = rotation(manifest.geometry.hidden_size) if file in rotated else None
@@ -119,12 +116,10 @@ class _Graph:
 
     def embed(self, ids: Ids) -> Float:
         """Embeddings [n, S, H]."""
-        starts = {"past_lengths": np.zeros(len(ids), np.int64)} if self._geometry.learned_positions else {}
-        run = self._part([*starts], ["hidden.0"])
-        return run({"input_ids": ids, **starts})[0]  # type: ignore[no-any-return]
+        return self._part(self._asked, ["hidden.0"])(self._feed(ids, slice(0, ids.shape[1])))[0]  # type: ignore[no-any-return]
 
     def layer(self, layer: int, hidden: Float, ids: Ids, phase: Phase, more: dict[str, Any]) -> Float:
-        """Hidden states [n, S, H] after one layer, from those before it and what else it reads of the model's."""
+        """Hidden states [n, S, H] after one layer, from the hidden states before it and its additional inputs."""
         caches, dtype = self._geometry.caches_of(layer), self._cache_type
         presents = {
             present: past for cache in caches for past, present in zip(cache.inputs, cache.outputs, strict=True)
@@ -135,19 +130,13 @@ class _Graph:
         more = {name: np.pad(values, room) if name.startswith("present.") else values for name, values in more.items()}
         empty = empty_caches([self._geometry.caches[0], *caches], 1, positions, dtype)
         outputs = [f"hidden.{layer + 1}", *presents]
-        run = self._part([f"hidden.{layer}", "past_lengths", *self._asked, *empty, *more], outputs)
+        run = self._part([f"hidden.{layer}", *self._asked, *empty, *more], outputs)
         result = np.empty_like(hidden)
         for row in range(len(hidden)):
             held = dict(empty)
             for span in self._calls(ids.shape[1], phase):
-                feeds = {f"hidden.{layer}": hidden[row : row + 1, span], "input_ids": ids[row : row + 1, span]}
-                feeds |= {
-                    "past_lengths": np.array([span.start], np.int64),
-                    **self._answers(span, positions, ids.shape[1]),
-                    **held,
-                }
-                feeds |= _cut(more, row, span)
-                result[row, span], *updated = run(feeds)
+                feeds = self._feed(ids[row : row + 1], span, positions) | held | _cut(more, row, span)
+                result[row, span], *updated = run({f"hidden.{layer}": hidden[row : row + 1, span], **feeds})
                 held |= dict(zip(presents.values(), updated, strict=True))
         return result if self._basis is None else np.asarray(result @ self._basis.T)
 
@@ -158,22 +147,20 @@ class _Graph:
     def head(self, hidden: Float, ids: Ids, phase: Phase) -> Float:
         """Logits [S, V] of one row of last hidden states [1, S, H]."""
         hidden, last = self._enter(hidden, self._geometry.layers), f"hidden.{self._geometry.layers}"
-        lengths = self._asked & {"new_lengths"}
-        run = self._part([last, "logit_indices", *lengths], [LOGIT_ROWS if self._head else "logits"])
+        run = self._part([last, *self._asked], [LOGIT_ROWS if self._head else "logits"])
         project = open_part(ir.load(self.folder / self._head.file), self.folder) if self._head else None
         parts = []
         for span in self._calls(ids.shape[1], phase):
-            indices = np.arange(span.stop - span.start)[None]
-            feeds = {last: hidden[:, span], "input_ids": ids[:, span], "logit_indices": indices}
-            [logits] = run(feeds | {name: self._answers(span, 0, ids.shape[1])[name] for name in lengths})
+            [logits] = run({last: hidden[:, span], **self._feed(ids, span)})
             parts.append((project.run(["logits"], {LOGIT_ROWS: logits})[0] if project else logits)[0])
         return np.concatenate(parts)
 
-    def _answers(self, span: slice, positions: int, length: int) -> dict[str, NDArray[np.int64]]:
-        """Additional inputs of a call of one row over a cache of this many positions, in a text of this length."""
-        answers = {"cache_slots": np.arange(positions), "new_lengths": np.array([span.stop - span.start], np.int64)}
-        answers |= {"seen_lengths": np.array([span.stop], np.int64), "text_lengths": np.array([length], np.int64)}
-        return {name: answers[name] for name in self._asked}
+    def _feed(self, ids: Ids, span: slice, positions: int = 0) -> dict[str, NDArray[Any]]:
+        """Feeds of a call of some tokens of ``ids`` [n, S], for the logits of all, over a cache of ``positions``."""
+        new = ids[:, span]
+        indices, lengths = np.broadcast_to(np.arange(new.shape[1]), new.shape), np.full(len(ids), ids.shape[1])
+        call = {"input_ids": new, "past_lengths": np.full(len(ids), span.start), "logit_indices": indices}
+        return complete_feeds(self._model.graph, {**call, "text_lengths": lengths}, positions)
 
     def _calls(self, length: int, phase: Phase) -> Iterator[slice]:
         """Tokens of each call: all at once through the prefill path and in diffusion models, else one at a time."""
@@ -181,9 +168,9 @@ class _Graph:
         return (slice(start, start + step) for start in range(0, length, step))
 
     def _part(self, inputs: Sequence[str], outputs: Sequence[str]) -> Callable[[dict[str, Any]], list[Any]]:
-        """A function that runs the part of the graph between these values. It may read the shape of ``input_ids``."""
+        """A function that runs the part of the graph between these values."""
         try:
-            graph = ir.convenience.extract(self._model.graph, ["input_ids", *inputs], list(outputs))
+            graph = ir.convenience.extract(self._model.graph, list(inputs), list(outputs))
         except ValueError as error:
             raise BundleError(
                 f"{self._path} cannot be cut into layers ({error}); build the bundle again with this llmc"
@@ -200,10 +187,9 @@ class _Graph:
 
 
 def _cut(more: dict[str, Any], row: int, span: slice) -> dict[str, Any]:
-    """Of what layers read beside hidden states the part of a call: caches whole, all rows of logits."""
-    found = {name: values[row : row + 1] for name, values in more.items()}
-    found |= {name: values[:, span] for name, values in found.items() if name.startswith("per_layer.")}
-    return found | {"logit_indices": np.arange(span.stop - span.start)[None]} if "logit_indices" in found else found
+    """One call's part of the layers' additional inputs, with whole caches."""
+    inputs = {name: values[row : row + 1] for name, values in more.items()}
+    return inputs | {name: values[:, span] for name, values in inputs.items() if name.startswith("per_layer.")}
 
 
 def _split_skip_norms(graph: ir.Graph) -> None:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from llmc.bundle import Manifest
 from llmc.errors import BuildError
-from llmc.optimize.judge.reference import empty_caches, open_part
+from llmc.optimize.judge.reference import complete_feeds, empty_caches, open_part
 
 SHOWN = 3
 
@@ -24,19 +24,19 @@ def check_range(folder: Path, manifest: Manifest, prompts: Sequence[Sequence[int
     model = ir.load(folder / manifest.graphs["decode"].file)
     names = _expose(model.graph)
     session = open_part(model, folder)
-    found: dict[str, None] = {}
+    overflowing: dict[str, None] = {}
     for prompt in prompts:
         values = session.run(names, _feeds(manifest, model.graph, prompt))
         halves = ((name, value) for name, value in zip(names, values, strict=True) if value.dtype == np.float16)
-        found |= {name: None for name, value in halves if not np.isfinite(value).all()}
-    if found:
+        overflowing |= {name: None for name, value in halves if not np.isfinite(value).all()}
+    if overflowing:
         remedy = "build with --bf16 or --fp32, or for integers with compute = 'bfloat16' in the recipe"
         if manifest.engine is None:
             remedy = "build with --fp32, or for TensorRT with --bf16"
-        nodes = ", ".join(name.removesuffix(".0") for name in list(found)[:SHOWN])
+        nodes = ", ".join(name.removesuffix(".0") for name in list(overflowing)[:SHOWN])
         raise BuildError(
-            f"float16 overflows in {len(found)} values of this model, beginning with {nodes}: a GPU would compute "
-            f"infinities; {remedy}"
+            f"float16 overflows in {len(overflowing)} values of this model, beginning with {nodes}: a GPU would "
+            f"compute infinities; {remedy}"
         )
 
 
@@ -60,11 +60,5 @@ def _expose(graph: ir.Graph) -> list[str]:
 def _feeds(manifest: Manifest, graph: ir.Graph, prompt: Sequence[int]) -> dict[str, Any]:
     """Inputs of one call with the whole ``prompt`` and an empty cache of as many positions."""
     count = len(prompt)
-    feeds: dict[str, Any] = {
-        "input_ids": np.array([prompt], np.int64),
-        "past_lengths": np.zeros(1, np.int64),
-        "logit_indices": np.arange(count, dtype=np.int64)[None],
-        "cache_slots": np.arange(count),
-    }
-    feeds |= empty_caches(manifest.geometry.caches, 1, count, manifest.cache)
-    return {value.name: feeds[value.name] for value in graph.inputs if value.name is not None}
+    call = {"input_ids": np.array([prompt]), "past_lengths": np.zeros(1), "logit_indices": np.arange(count)[None]}
+    return complete_feeds(graph, call, count) | empty_caches(manifest.geometry.caches, 1, count, manifest.cache)

@@ -60,8 +60,8 @@ def compare(reference: Float, candidate: Float) -> tuple[Double, NDArray[np.bool
     """KL(reference || candidate) in nats of logits [n, V], and whether both have the same most likely token: [n]
     each."""
     assert reference.shape == candidate.shape
-    found = [_divergence(reference[rows], candidate[rows]) for rows in _spans(len(reference))]
-    return np.concatenate(found), reference.argmax(axis=1) == candidate.argmax(axis=1)
+    parts = [_divergence(reference[rows], candidate[rows]) for rows in _spans(len(reference))]
+    return np.concatenate(parts), reference.argmax(axis=1) == candidate.argmax(axis=1)
 
 
 def _divergence(reference: Float, candidate: Float) -> Double:

@@ -6,7 +6,7 @@ about one layer in float32. The embedding is read by rows, the head multiplied i
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from llmc import __version__
 from llmc.bundle import ExportManifest, read_export
+from llmc.bundle.contract import INPUTS
 from llmc.bundle.model.cache import Cache
 from llmc.bundle.model.names import EMBEDDING, HEAD, PER_LAYER, POSITIONS
 from llmc.exported import Weight, in_parallel, pieces, rows_of, sizes
@@ -76,7 +77,7 @@ class Reference:
         geometry = self.manifest.geometry
         assert geometry.encoder is not None
         hidden = self._run_layers([np.array([sequence], np.int64) for sequence in sequences], progress)
-        ends = [{f"hidden.{geometry.layers}": rows, "lengths": np.array([rows.shape[1]])} for rows in hidden]
+        ends = [{f"hidden.{geometry.layers}": rows, **self._feed(rows)} for rows in hidden]
         return [self._run(known, geometry.encoder.result).reshape(-1) for known in ends]
 
     def _run_layers(self, groups: Sequence[Ids], progress: Progress) -> list[Float]:
@@ -108,34 +109,22 @@ class Reference:
         """Inputs of the head, from the last hidden states [B, S, H]."""
         source, geometry = self._head.inputs[0], self.manifest.geometry
         assert source is not None and source.name is not None
-        known: dict[str, Any] = {f"hidden.{geometry.layers}": hidden}
-        if not geometry.shares:  # else rows were picked before
-            known["logit_indices"] = every_row(hidden)
-        return self._run(known, source.name)
+        return self._run({f"hidden.{geometry.layers}": hidden, **self._feed(hidden)}, source.name)
 
     def run_layer(self, layer: int, hidden: Float, more: dict[str, Any], shared: list[str]) -> list[Float]:
         """Run one layer on hidden states [B, S, H] and ``more`` that it reads; hidden states after it, and its caches
         called ``shared``."""
-        known, output = {f"hidden.{layer}": hidden, **more}, f"hidden.{layer + 1}"
-        batch, sequence, _ = hidden.shape
-        if self.manifest.geometry.encoder:
-            return self._run_all({**known, "lengths": np.full(batch, sequence)}, [output])
-        held = self.manifest.geometry.caches_of(layer)
-        pasts = empty_caches(held, batch, sequence, "float32")
-        if any(cache.kind == "state" for cache in held):
-            known["new_lengths"] = np.full(batch, sequence)
-        if (vision := self.manifest.geometry.vision) and vision.axes and any(cache.kind == "kv" for cache in held):
-            known["positions"] = np.broadcast_to(every_row(hidden), (vision.axes, batch, sequence))
-        if vision and (vision.both_ways or layer < vision.deep):
-            known["embedding_indices"] = np.full((batch, sequence), -1)
-        if vision and layer < vision.deep:
-            known["embeddings"] = np.zeros((1, self.manifest.geometry.row_width), "float32")
-        if any(cache.kind == "kv" for cache in held) or self.manifest.geometry.source_of(layer):
-            known["past_lengths"] = np.zeros(batch, np.int64)
-            known |= {"text_lengths": np.full(batch, sequence)} if self.manifest.geometry.long_after else {}
-        if self.manifest.geometry.diffusion:  # of the tokens their number is read
-            known |= {"input_ids": np.zeros((batch, sequence), np.int64), "seen_lengths": np.full(batch, sequence)}
-        return self._run_all({**known, **pasts}, [output, *shared])
+        rows, tokens, _ = hidden.shape
+        pasts = empty_caches(self.manifest.geometry.caches_of(layer), rows, tokens, "float32")
+        feeds = {f"hidden.{layer}": hidden, **self._feed(hidden), **more, **pasts}
+        return self._run_all(feeds, [f"hidden.{layer + 1}", *shared])
+
+    def _feed(self, hidden: Float) -> dict[str, NDArray[Any]]:
+        """Feeds of a plain call of as many tokens as hidden states [B, S, H], for the logits of all."""
+        rows, tokens, _ = hidden.shape
+        every = np.tile(np.arange(tokens), (rows, 1))
+        call = {"input_ids": np.zeros_like(every), "past_lengths": np.zeros(rows, np.int64), "logit_indices": every}
+        return complete_feeds(self._model.graph, call)
 
     def _embed(self, ids: Ids) -> Float:
         [vectors] = self.look_up(EMBEDDING, ids).values()
@@ -206,13 +195,18 @@ class LayerCalls:
             found[name] = self._reference._run({**known, "hidden.0": self._embedded}, name)
         for cache in geometry.source_of(layer):
             found |= {name: self._kept[name] for name in cache.outputs}
-            found["logit_indices"] = every_row(self._ids)
         return found
 
 
-def every_row(rows: NDArray[Any]) -> Ids:
-    """``logit_indices`` of all positions of ``rows`` [B, S, ...]."""
-    return np.tile(np.arange(rows.shape[1]), (len(rows), 1))
+def complete_feeds(graph: ir.Graph, feeds: Mapping[str, NDArray[Any]], positions: int = 0) -> dict[str, NDArray[Any]]:
+    """Feeds of a call for what a graph asks, but for caches of ``positions``: those in ``feeds`` and plain ones."""
+    made = dict[str, NDArray[Any]]()
+    for value in graph.inputs:
+        if (asked := INPUTS.get(str(value.name))) is not None:
+            shape = asked.size(list(value.shape or ()), feeds, positions)
+            made[asked.name] = np.empty(shape, asked.type)
+            asked.fill(made[asked.name], feeds)
+    return made
 
 
 def empty_caches(caches: Iterable[Cache], rows: int, positions: int, dtype: str) -> dict[str, NDArray[Any]]:

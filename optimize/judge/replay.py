@@ -1,5 +1,5 @@
-"""The golden prompts of a finished bundle, replayed in a process of its own: what was recorded must hold where nothing
-is left of the process that recorded it, or the machine that built a bundle would be the first to refuse it."""
+"""Replay the golden prompts of a finished bundle in a fresh process: a bundle that its own machine would refuse is not
+published."""
 
 import json
 import logging
@@ -19,10 +19,10 @@ import json, sys
 path, folder, emulate = map(json.loads, sys.argv[1:])
 sys.path[:] = path
 from llmc.errors import LlmcError
-from llmc.runtime import load
+from llmc.runtime import LoadedBundle, load
 from llmc.runtime.selftest import replay
 try:
-    with load(folder, self_test=False, emulate=emulate) as model:
+    with load(folder, kind=LoadedBundle, self_test=False, emulate=emulate) as model:
         answer = "", f"logits differ by {replay(model, long=not emulate).largest_difference:.2g}"
 except LlmcError as error:
     answer = type(error).__name__, error.problem

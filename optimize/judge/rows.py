@@ -26,11 +26,11 @@ def check_rows(session: Session, manifest: Manifest) -> None:
     tokens = generator.integers(0, manifest.geometry.vocab_size, (rows, longest))
     for row, length in enumerate(past):
         feed = tokens[row : row + 1, :length]
-        session.run(Batch(Phase.PREFILL, feed, np.zeros(1, np.int64), np.zeros((1, 0), np.int64), row))
+        session.run(Batch.of(Phase.PREFILL, feed, np.zeros(1, np.int64), np.zeros((1, 0), np.int64), row))
     last, zeros = tokens[:, -1:], np.zeros((rows, 1), np.int64)
-    together = session.run(Batch(Phase.DECODE, last, np.array(past, np.int64), zeros))[:, 0].copy()
+    together = session.run(Batch.of(Phase.DECODE, last, np.array(past, np.int64), zeros))[:, 0].copy()
     for row, length in enumerate(past):
-        alone = session.run(Batch(Phase.DECODE, last[row : row + 1], np.array([length]), zeros[:1], row))[0, 0]
+        alone = session.run(Batch.of(Phase.DECODE, last[row : row + 1], np.array([length]), zeros[:1], row))[0, 0]
         difference = float(np.abs(together[row] - alone).max())
         if not difference <= manifest.golden_tolerance:  # NaN is none
             raise BuildError(

@@ -1,5 +1,5 @@
-"""The golden self-test of a model that embeds or ranks: each text alone, and the difference to a call with all
-texts; and that of a tower: one made-up image."""
+"""Golden self-tests of models that embed or rank (each text alone, and its difference to a call with all texts), and of
+vision towers (one made-up image)."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,14 +13,14 @@ from llmc.optimize.judge.golden import prompt_ids
 from llmc.optimize.judge.reference import Reference, open_part
 from llmc.optimize.lower.rewrite import read_graph
 from llmc.optimize.progress import Progress, silent
-from llmc.runtime import Model
+from llmc.runtime import Embedder, Generator, LoadedBundle
 from llmc.runtime.selftest import KEPT_VALUES, difference, make_image, sample_rows
 
 Float = NDArray[np.float32]
 
 
 def run_golden_vectors(
-    model: Model, export: Path, progress: Progress = silent
+    model: Embedder, export: Path, progress: Progress = silent
 ) -> tuple[tuple[GoldenVector, ...], float, Similarity]:
     """Run the golden texts through the bundle and the unquantized model; NaN and infinity raise BundleError.
 
@@ -28,9 +28,9 @@ def run_golden_vectors(
     """
     progress("running the golden texts")
     texts = prompt_ids(model)
-    alone = [model.encoder.encode([ids])[0] for ids in texts]
+    alone = [model.encode([ids])[0] for ids in texts]
     _check_finite(model, alone)
-    together = model.encoder.encode(texts)
+    together = model.encode(texts)
     wanted = Reference(export).results(texts, progress)
     return (
         tuple(
@@ -42,7 +42,7 @@ def run_golden_vectors(
     )
 
 
-def run_golden_image(model: Model, export: Path, progress: Progress = silent) -> tuple[GoldenVector, Similarity]:
+def run_golden_image(model: Generator, export: Path, progress: Progress = silent) -> tuple[GoldenVector, Similarity]:
     """Run a made-up image through the bundle's tower and the unquantized one; NaN and infinity raise BundleError."""
     progress("running the golden image")
     assert model.manifest.geometry.vision is not None
@@ -53,7 +53,7 @@ def run_golden_image(model: Model, export: Path, progress: Progress = silent) ->
     return GoldenVector((), tuple(sample_rows(rows).tolist())), _similarity(rows, wanted)
 
 
-def _check_finite(model: Model, vectors: Iterable[Float]) -> None:
+def _check_finite(model: LoadedBundle, vectors: Iterable[Float]) -> None:
     if not all(np.isfinite(vector).all() for vector in vectors):
         raise BundleError(
             "it computes NaN or infinite values, so nothing can be said about its quality",
@@ -62,14 +62,14 @@ def _check_finite(model: Model, vectors: Iterable[Float]) -> None:
         )
 
 
-def _similarity(found: Float, wanted: Float) -> Similarity:
-    cosines = np.sum(found * wanted, axis=1) / np.maximum(
-        np.linalg.norm(found, axis=1) * np.linalg.norm(wanted, axis=1), np.finfo(np.float32).tiny
+def _similarity(vectors: Float, wanted: Float) -> Similarity:
+    cosines = np.sum(vectors * wanted, axis=1) / np.maximum(
+        np.linalg.norm(vectors, axis=1) * np.linalg.norm(wanted, axis=1), np.finfo(np.float32).tiny
     )
-    is_vector = found.shape[1] > 1
+    is_vector = vectors.shape[1] > 1
     return Similarity(
-        texts=len(found),
+        texts=len(vectors),
         mean=float(cosines.mean()) if is_vector else None,
         smallest=float(cosines.min()) if is_vector else None,
-        largest_difference=float(np.abs(found - wanted).max()),
+        largest_difference=float(np.abs(vectors - wanted).max()),
     )

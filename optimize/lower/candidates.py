@@ -11,13 +11,13 @@ from llmc.optimize.lower.rewrite import constant
 def rank_logits(graph: ir.Graph, context: LoweringContext) -> int:
     """Give beside logits float32 [B, O, V] the K largest of them, ``top_logits`` float32 [B, O, K], their ``top_ids``
     int64 [B, O, K], and ``sum_exp`` float32 [B, O, 1], the sum of exp(logit - largest)."""
-    found = [value for value in graph.outputs if value.name == "logits"]
+    outputs = [value for value in graph.outputs if value.name == "logits"]
     count = min(MOST_CANDIDATES, context.geometry.vocab_size)
     # Kernels read these on the host: nothing that reads them on the device may share them.
     most, first, one, last = (
         constant(graph, f"{TOP_LOGITS}.const.{number}", np.array([number], np.int64)) for number in (count, 0, 1, -1)
     )
-    for logits in found:
+    for logits in outputs:
         assert logits.shape is not None
         values, ids = _append(graph, "TopK", [logits, most], [TOP_LOGITS, TOP_IDS], axis=-1, largest=1, sorted=1)
         [peak] = _append(graph, "Slice", [values, first, one, last], [f"{SUM_EXP}.peak"])
@@ -27,7 +27,7 @@ def rank_logits(graph: ir.Graph, context: LoweringContext) -> int:
         for value, kind, width in ((values, np.float32, count), (ids, np.int64, count), (total, np.float32, 1)):
             value.dtype, value.shape = ir.DataType.from_numpy(np.dtype(kind)), ir.Shape([*logits.shape[:2], width])
             graph.outputs.append(value)
-    return len(found)
+    return len(outputs)
 
 
 def _append(graph: ir.Graph, op: str, inputs: list[ir.Value], outputs: list[str], **attributes: int) -> list[ir.Value]:

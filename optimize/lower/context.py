@@ -96,7 +96,7 @@ class QuantConfigs:
     w8a8_bits: tuple[int, ...] = (4, 8)
 
     def stored(self, module: str) -> QuantConfig:
-        """The config of a linear, or of experts, where activations stay as they are."""
+        """The config of a linear, or of experts, without quantized activations."""
         matches = [config for pattern, config in self.layers if fnmatchcase(module, pattern)]
         return matches[-1] if matches else self.head if module == HEAD else self.body
 
@@ -148,8 +148,8 @@ class LoweringContext:
 
     @property
     def table_rows(self) -> int:
-        """Positions that rotary tables cover: those of the context, and behind it those that its last step writes over,
-        for which ONNX Runtime wants rows as well."""
+        """Positions that rotary tables cover: the context, and positions behind it that the last step overwrites, for
+        which ONNX Runtime needs rows, too."""
         return self.limits.max_context + self.overwritten
 
     @property
@@ -164,8 +164,8 @@ class LoweringContext:
 
     @property
     def attention_type(self) -> ir.DataType:
-        """The type of what attention over the cache reads and gives: float16 where the cache is, which on CPUs is not
-        the type of activations."""
+        """Type of the inputs and outputs of attention over the cache: float16 if the cache is float16, even if
+        activations are float32."""
         return ir.DataType.FLOAT16 if self.cache == "float16" else self.type
 
     def keeps(self, module: str, tensor: CodedTensor) -> bool:
@@ -175,11 +175,11 @@ class LoweringContext:
 
     def attention(self, node: ir.Node) -> Attention:
         """The inventory's entry of a ``llmc::CachedAttention``; BuildError if it has other heads or another window."""
-        found = self.geometry.attention.get(node.name or "")
-        listed = found and (found.heads, found.kv_heads, found.window)
-        if not found or listed != tuple(node.attributes[name].as_int() for name in ("num_heads", "kv_heads", "window")):
-            raise BuildError(f"{node.name} is not as the manifest lists it ({found}); export the checkpoint again")
-        return found
+        entry = self.geometry.attention.get(node.name or "")
+        listed = entry and (entry.heads, entry.kv_heads, entry.window)
+        if not entry or listed != tuple(node.attributes[name].as_int() for name in ("num_heads", "kv_heads", "window")):
+            raise BuildError(f"{node.name} is not as the manifest lists it ({entry}); export the checkpoint again")
+        return entry
 
 
 def choose_table_config(stored: QuantConfigs, geometry: Geometry, table: Linear) -> QuantConfig:
@@ -197,15 +197,15 @@ def choose_table_config(stored: QuantConfigs, geometry: Geometry, table: Linear)
 
 
 def without_rotation(recipe: Recipe) -> Recipe:
-    """The recipe of the graph for adapters, whose factors are those of the plain basis; without a rotation, nearest
-    rounding wants smaller blocks and activations stay floats."""
+    """The recipe of the graph for adapters, whose factors are in the basis of the checkpoint. Without rotation, nearest
+    rounding needs smaller blocks, and activations stay floats."""
     block = min(recipe.block_size, HEAD_BLOCK) if recipe.rotates("decode") else recipe.block_size
     return replace(recipe, block_size=block, rotated=(), activations="none")
 
 
 def choose_tower_configs(stored: QuantConfigs) -> QuantConfigs:
-    """The storage of a tower's linears beside a decoder's: integers of 8 bits in small blocks where these are integers,
-    for what is lost here is lost of every image."""
+    """The storage of a vision tower's linears: 8 bits in small blocks if the decoder has integers, because every image
+    suffers from the tower's errors."""
     integers = isinstance(stored.body, WeightOnly)
     return replace(stored, body=WeightOnly(Grid(8, HEAD_BLOCK)) if integers else stored.body, w8a8=None)
 
@@ -219,7 +219,7 @@ def quant_configs(recipe: Recipe, geometry: Geometry) -> dict[str, QuantConfigs]
         "int8": WeightOnly(Grid(8, recipe.block_size)),  # a zero point gains nothing at 8 bits
         "int4": WeightOnly(Grid(4, recipe.block_size, recipe.symmetric)),
     }
-    # What the checkpoint does not store as integers.
+    # Linears that the checkpoint does not store as integers.
     weights["source"] = weights["int8"]
     if single:  # engines want int8 weights with a scale per output; TensorRT refuses scales that are not above zero
         weights = {
@@ -248,7 +248,7 @@ def quant_configs(recipe: Recipe, geometry: Geometry) -> dict[str, QuantConfigs]
 
 
 def _find_own_grid(linear: Linear | Experts, single: bool) -> WeightOnly | Mxfp4:
-    """The grid that holds a linear's own codes: where engines want other blocks, theirs lie within the checkpoint's."""
+    """The grid that holds a linear's own codes; blocks of the engine lie within blocks of the checkpoint."""
     codes = linear.codes
     assert codes is not None
     if isinstance(linear, Experts):

@@ -1,4 +1,4 @@
-"""Every linear of a graph in turn, and several as one, whatever the target makes of them."""
+"""Replace the linears of a graph one by one, and pack several into one, for every target."""
 
 from collections.abc import Callable
 
@@ -28,8 +28,8 @@ def replace_gather(graph: ir.Graph, name: str, rows: Callable[[Emitter, Weight],
     count = 0
     for gather in nodes_of(graph, "Gather"):
         if gather.name == name:
-            cast, found = sole_consumer(gather.outputs[0]), rows(Emitter(gather), find_weight(gather.inputs[0]))
-            replace(gather if cast is None or cast.op_type != "Cast" else cast, found)
+            cast, gathered = sole_consumer(gather.outputs[0]), rows(Emitter(gather), find_weight(gather.inputs[0]))
+            replace(gather if cast is None or cast.op_type != "Cast" else cast, gathered)
             count += 1
     return count
 
@@ -50,7 +50,7 @@ def replace_weight(value: ir.Value, other: ir.Value) -> None:
 
 
 def pack(parts: list[Linear]) -> None:
-    """One linear and a Split in the place of linears that read the same: qkv_proj for q_proj, k_proj and v_proj."""
+    """Replace linears with the same input by one linear and a Split: q_proj, k_proj and v_proj by qkv_proj."""
     graph = parts[0].node.graph
     assert graph is not None
     order = {node: number for number, node in enumerate(graph)}

@@ -25,7 +25,7 @@ def pack_linears(graph: ir.Graph, context: LoweringContext) -> int:
 
 
 def pack_integers(graph: ir.Graph, context: LoweringContext) -> int:
-    """The same of linears that are stored in fewer bits than they compute in."""
+    """Pack linears like :func:`pack_linears`, but only those stored in fewer bits than they compute in."""
     return _pack(graph, context, floats=False)
 
 

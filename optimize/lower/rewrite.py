@@ -77,10 +77,10 @@ def unique(graph: ir.Graph, name: str) -> str:
 
 def constant(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
     """The initializer called ``name``, made from ``array`` when it is not there yet; a name stands for one content."""
-    found = initializer(graph, ir.tensor(array, name=name))
-    assert found.const_value is not None
-    assert np.array_equal(found.const_value.numpy(), array), f"{name} is a constant already, with other values"
-    return found
+    value = initializer(graph, ir.tensor(array, name=name))
+    assert value.const_value is not None
+    assert np.array_equal(value.const_value.numpy(), array), f"{name} is a constant already, with other values"
+    return value
 
 
 def initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:

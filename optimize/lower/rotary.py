@@ -52,13 +52,13 @@ def fix_factors(graph: ir.Graph, context: LoweringContext) -> int:
 
 
 def _list_switches(graph: ir.Graph) -> list[tuple[ir.Node, dict[str, NDArray[np.float32]]]]:
-    found = []
+    switches = []
     for node in nodes_of(graph, "Where"):
         values = [value.const_value for value in node.inputs[1:] if value is not None]
         if (node.name or "").startswith("rotary_emb.") and None not in values:
             long, short = (value.numpy().astype(np.float32) for value in values if value is not None)
-            found.append((node, {"short": short, "long": long}))
-    return found
+            switches.append((node, {"short": short, "long": long}))
+    return switches
 
 
 def rotary_tables(node: ir.Node, context: LoweringContext, kind: ir.DataType | None = None) -> Tables | None:

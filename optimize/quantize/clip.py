@@ -1,4 +1,4 @@
-"""Scales for GPTQ: those that clip nothing, or with 4 bits as much as the error of a layer's outputs wants.
+"""Scales for GPTQ: 8 bits clip nothing, 4 bits clip where that lowers the error of a layer's outputs.
 
 For weights w of one group and the block B of the inputs' second moment H that belongs to the group, a change d of w
 costs d B d^T at the output (what other groups could make up for is left out). Among the clip ratios and rounding of

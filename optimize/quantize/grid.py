@@ -68,7 +68,7 @@ class Grid:
         return fits and kind == ("integer", self.bits, self.symmetric, self.shifted)
 
 
-# What offsets are stored on.
+# Grid of the offsets.
 OFFSETS = Grid(8, 16)
 
 

@@ -27,13 +27,13 @@ class Pruning:
     tensors: Collection[str] = ()
 
     def prune(self, tensor: str, rows: Float, norms: Float | None) -> Float:
-        """Rows [n, K] of a tensor, pruned if the tensor is one of those; ``norms`` [K] as in :func:`keep_mask`."""
+        """Rows [n, K] of a tensor, pruned if it is one of :attr:`tensors`; ``norms`` [K] as in :func:`keep_mask`."""
         return np.where(keep_mask(rows, self.pattern, norms), rows, np.float32(0)) if tensor in self.tensors else rows
 
 
 def keep_mask(weights: Float, pattern: str, norms: Float | None = None) -> NDArray[np.bool_]:
-    """True [N, K] for the weights [N, K] that stay. Of equals the first stays; of a row whose length is no multiple of
-    four, ``2:4`` leaves the rest.
+    """True [N, K] for the weights [N, K] that stay, the first of equal ones. ``2:4`` keeps the last weights of a row
+    whose length is no multiple of four.
 
     Args:
         pattern: ``2:4``, or the share of each row that becomes zero.

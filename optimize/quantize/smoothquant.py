@@ -28,6 +28,6 @@ def scales(activation_absmax: Tensor, weight_absmax: Tensor, *, alpha: float) ->
     absmax, largest = activation_absmax.float(), weight_absmax.float()
     if not (torch.isfinite(absmax) & (absmax >= 0)).all():
         raise BuildError("an activation's range is NaN, infinite or negative; calibrate again with another text")
-    found = absmax.pow(alpha) / largest.pow(1 - alpha)
+    factors = absmax.pow(alpha) / largest.pow(1 - alpha)
     alive = (absmax > 0) & (largest > 0)
-    return torch.where(alive, found, 1.0).clamp(1 / LARGEST_SCALE, LARGEST_SCALE)
+    return torch.where(alive, factors, 1.0).clamp(1 / LARGEST_SCALE, LARGEST_SCALE)

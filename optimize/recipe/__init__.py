@@ -58,72 +58,56 @@ class Expected:
 
 @dataclass(frozen=True)
 class Request:
-    """A recipe as written: None means the default of target and model.
+    """A recipe as written: None means the default of target and model."""
 
-    Attributes:
-        description: one sentence for people.
-        precision: fp32, fp16 (on CPUs stored so, computed in float32), int8 (default), int4 (default of tensorrt); for
-            TensorRT also bf16. source, the default of quantized checkpoints, keeps their integers; what those leave in
-            floats becomes int8, for tensorrt fp16.
-        scheme: rtn (round to nearest with clip search) or gptq, of 4 bits and of a rotated graph with W8A8;
-            default: gptq for these where the build can calibrate, else rtn.
-        block_size: inputs that share a weight scale: 32 (default), 64 (default on CPUs of 4 bits by gptq), 128 (default
-            for TensorRT) or 256; TensorRT's int8 has one per output. On cuda only 32 has fast kernels.
-        symmetric: of 4 bits: false (default on CPUs) for a zero point per block, true (default on GPUs) for none;
-            TensorRT takes no zero points, and on cuda they have no fast kernels.
-        head: int8, int4, fp16 or fp32, of the head and a tied embedding, but for TensorRT embeddings stay floats;
-            default: as ``precision``, beside int4 int8, for tensorrt fp16.
-        phases: shared (one graph), split (a W8A8 graph for prefill beside the weight-only one; twice the weights) or
-            single (one engine; TensorRT knows nothing else). Default on CPUs: shared for int8 where W8A8 is as close in
-            decode (the residual stream rotates, or the build can calibrate) and for experts, else split.
-        activations: of the W8A8 graph: per-token (default on CPUs); of a shared graph per-token (default of int8) or
-            none. For TensorRT none (default) or static, one calibrated scale per tensor, with int8.
-        smoothing: SmoothQuant's alpha, 0 ... 1; default 0, off, but 0.6 for per-token activations of a model whose
-            residual stream cannot be rotated, where the build can calibrate.
-        sparsity: pruned weights of the layers' linears: "2:4", or the share of each row that becomes zero, as 0.5;
-            default none. Only engines with sparse kernels (TensorRT's, of 2:4) may gain speed.
-        pruning: rule that chooses them: wanda (magnitude times the norm of the input; default where the build can
-            calibrate) or magnitude.
-        cache: KV cache in float16, float32, int8 (a scale per tensor) or int8-channel (a scale per channel); default:
-            float16 of integers where every attention has groups of query heads and neither windows nor sinks, else
-            float32; on GPUs in the type of ``compute``.
-        compute: type of activations on GPUs: float16 (default), bfloat16 or float32; follows fp32, fp16 and bf16.
-        layers: precision by pattern of module names (``*.mlp.down_proj``, ``model.layers.0.*``); the last match wins.
-            ``sensitive`` stands for the inventory's list of what loses most; default: that in int8 for 4 bits by rtn
-            on CPUs.
-        max_context: longest sequence; default: the checkpoint's, at most 32,768.
-        max_batch: requests that may run at once; default 8. Rows take memory when they are used.
-        prefill_chunk: prompt tokens per call; default 256, for cuda 2,048, for TensorRT 1,024 where the engine is built
-            on a machine whose GPU has more than 16 GiB.
-        adapters: how many may be loaded beside a decoder for CPUs at a time; default none.
-        rank: largest of theirs; default 16.
-        budget: what quality the bundle must keep, or the build fails.
-        engine: how a TensorRT engine is compiled.
-        expected: results on the small model, for tests and readers; not used by builds.
-    """
-
-    description: str | None = None
+    description: str | None = None  # one sentence for people
+    # fp32, fp16 (on CPUs stored so and computed in float32), int8 (default), int4 (default of tensorrt); for TensorRT
+    # also bf16; source (default of quantized checkpoints) keeps their integers
     precision: str | None = None
+    # rtn (round to nearest with a clip search) or gptq, for 4 bits and for the W8A8 graph of a rotated model; default:
+    # gptq for these if the build can calibrate, else rtn
     scheme: str | None = None
+    # inputs that share a weight scale: 32 (default), 64 (default on CPUs of a rotated decode graph in 8 bits and of 4
+    # bits by gptq), 128 (default of TensorRT) or 256; TensorRT's int8 has one scale per output
     block_size: int | None = None
+    # 4 bits without zero points; default: false on CPUs, true on GPUs. TensorRT has no zero points, cuda no fast
+    # kernels for them
     symmetric: bool | None = None
+    # int8, int4, fp16 or fp32 for lm_head and a tied embedding; default: like ``precision``, but int8 with int4, and
+    # fp16 for tensorrt, where embeddings stay floats
     head: str | None = None
+    # shared (one graph), split (a W8A8 graph for prefill and a weight-only one for decode: twice the weights) or single
+    # (one engine; the only choice of TensorRT). Default on CPUs: shared for int8 if the model can be rotated or the
+    # build can calibrate, and for experts; else split
     phases: str | None = None
+    # of a W8A8 graph: per-token; of one graph: per-token (default of int8) or none; for TensorRT: none (default) or
+    # static, one calibrated scale per tensor, with int8
     activations: str | None = None
+    # SmoothQuant's alpha, 0 to 1; 0 is off. Default 0.6 for per-token activations of a model that cannot be rotated, if
+    # the build can calibrate; else 0
     smoothing: float | None = None
+    # prune the layers' linears: "2:4", or the fraction of each row that becomes zero, such as 0.5; default: no pruning
     sparsity: str | float | None = None
+    # which weights are pruned: wanda (least magnitude times norm of the input; default if the build can calibrate) or
+    # magnitude
     pruning: str | None = None
+    # type of the KV cache: float16, float32, int8 (a scale per tensor) or int8-channel (a scale per channel). Default:
+    # float16 for integer weights if every attention has groups of query heads and neither windows nor sinks, else
+    # float32; on GPUs like ``compute``
     cache: str | None = None
-    compute: str | None = None
+    compute: str | None = None  # type of activations on GPUs: float16 (default), bfloat16 or float32
+    # precision by pattern of module names (``*.mlp.down_proj``); the last match wins. ``sensitive`` names what loses
+    # most; default: that in int8 for 4 bits by rtn on CPUs
     layers: dict[str, str] | None = None
-    max_context: int | None = None
-    max_batch: int | None = None
+    max_context: int | None = None  # longest sequence in tokens; default: the checkpoint's, at most 32,768
+    max_batch: int | None = None  # requests that may run at once; default 8. Rows take memory only when used
+    # prompt tokens per call; default 256, for cuda 2,048, for TensorRT 1,024 if built where the GPU has over 16 GiB
     prefill_chunk: int | None = None
-    adapters: int | None = None
-    rank: int | None = None
-    budget: Budget | None = None
-    engine: EngineRequest | None = None
-    expected: Expected | None = None
+    adapters: int | None = None  # LoRA adapters that may be loaded at a time, on CPUs; default 0
+    rank: int | None = None  # largest rank of these adapters; default 16
+    budget: Budget | None = None  # quality that the bundle must keep, or the build fails
+    engine: EngineRequest | None = None  # how a TensorRT engine is compiled
+    expected: Expected | None = None  # results on the small model, for tests and readers; builds do not use it
 
     @property
     def gpu_memory(self) -> int | None:

@@ -12,20 +12,15 @@ HEAD_MULTIPLE = 8
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """Wishes for the engine; None leaves the choice to llmc.
+    """Wishes for the engine; None leaves the choice to llmc."""
 
-    Attributes:
-        compute_capabilities: of the GPUs to build for, with commas between them, as "8.6,8.9"; TensorRT-RTX only.
-        deferred: make no engine now; ``llmc build --rebuild`` compiles it where it is to run (default false).
-        workspace: bytes of scratch memory for one kernel; default: the library's, and on an integrated GPU what
-            attention needs at most.
-        optimization_level: 0 ... 5, how long the builder searches; default: the library's.
-    """
-
+    # GPUs to build for, separated by commas, such as "8.6,8.9"; TensorRT-RTX only
     compute_capabilities: str | None = None
+    # make no engine now: ``llmc build --rebuild`` compiles it on the machine that runs it; default false
     deferred: bool | None = None
+    # scratch memory of a kernel in bytes; default: the library's; on an integrated GPU: what attention needs
     workspace: int | None = None
-    optimization_level: int | None = None
+    optimization_level: int | None = None  # 0 to 5: how long the builder searches; default: the library's
 
 
 def check_heads(geometry: Geometry) -> None:

@@ -131,14 +131,14 @@ def _compute_capabilities(
         )
     if not known:
         raise UsageError("compute_capabilities", f"is {asked!r}, but {target.engine} builds for the GPU it runs on")
-    found = tuple(dict.fromkeys(part.strip() for part in asked.split(",")))
-    for part in found:
+    listed = tuple(dict.fromkeys(part.strip() for part in asked.split(",")))
+    for part in listed:
         if part not in possible:
             raise UsageError(
                 "compute_capabilities",
                 f"has {part!r}, {target.engine} builds {', '.join(sorted(wanted))} for {', '.join(possible)}",
             )
-    return found
+    return listed
 
 
 def _try_flags(library: Any, gpu: Device | None) -> str:

@@ -155,8 +155,8 @@ class Calibrated:
     def chosen_for_prompts(self, tensors: Sequence[str], grid: Grid) -> Quantized | None:
         """The integers that calibration chose for stacked matrices of W8A8's graph; None if for some it chose none."""
         parts = [self.chosen(tensor, grid, PROMPTS) for tensor in tensors]
-        found = [part for part in parts if part is not None]
-        return stack(found) if len(found) == len(parts) else None
+        matrices = [part for part in parts if part is not None]
+        return stack(matrices) if len(matrices) == len(parts) else None
 
     def chosen(self, tensor: str, grid: Grid, use: str = "") -> Quantized | None:
         """The integers that calibration chose for a matrix, or for those of all experts one below the other."""

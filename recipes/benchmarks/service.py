@@ -3,8 +3,8 @@
     python service.py overhead BUNDLE
     python service.py peers BUNDLE GGUF --python venvs/llamacpp/bin/python   # the interpreter that has xllamacpp
 
-Clients of a server are `clients.py` in a process of its own. In the process, threads call `Model.stream_chat` and note
-each token on the engine's thread, which is the least that a client can cost. What is compared takes turns. Answers
+Clients of a server are `clients.py` in a process of its own. In the process, threads call `stream_chat` and note each
+token on the engine's thread, which is the least that a client can cost. What is compared takes turns. Answers
 are greedy, and no two prompts share more than the template's beginning.
 """
 
@@ -28,7 +28,7 @@ from clients import Exchange, closed_loop, make_prompts
 from machine import Disturbance, in_turns, positive, publish, ratio, table
 from peers import ENVIRONMENT
 
-from llmc.runtime import Delta, Model, load
+from llmc.runtime import Delta, Generator, load
 from llmc.runtime.host.machine import usable_threads
 
 PATIENCE_S = 180.0  # for a server to load its model
@@ -107,7 +107,7 @@ def over_http(args: argparse.Namespace, port: int, concurrency: int, number: int
     return dict(json.loads(done.stdout))
 
 
-def in_process(args: argparse.Namespace, model: Model, concurrency: int, number: int) -> dict[str, Any]:
+def in_process(args: argparse.Namespace, model: Generator, concurrency: int, number: int) -> dict[str, Any]:
     """Figures of so many threads that ask one question after the other."""
 
     def messages(text: str) -> list[dict[str, Any]]:

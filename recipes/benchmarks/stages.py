@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from machine import in_turns, positive, publish, ratio, table
 
-from llmc.runtime import Model, load
+from llmc.runtime import Generator, load
 from llmc.runtime.bench.benchmark import draw_prompt
 from llmc.runtime.host import huge_pages
 from llmc.runtime.server.fleet import stages as on_ray
@@ -64,7 +64,7 @@ class FarStages(on_ray.StagesOnRay):
         return found if self.exact else unpack(found)
 
 
-def speed(model: Model, args: argparse.Namespace, requests: int, number: int) -> float:
+def speed(model: Generator, args: argparse.Namespace, requests: int, number: int) -> float:
     """New tokens per second of so many requests that come together."""
     vocabulary = model.manifest.geometry.vocab_size
     prompts = [draw_prompt(vocabulary, args.prompt, number, i) for i in range(requests)]
@@ -75,7 +75,7 @@ def speed(model: Model, args: argparse.Namespace, requests: int, number: int) ->
     return requests * args.new / (time.perf_counter() - began)
 
 
-def compare(model: Model, args: argparse.Namespace, link: str) -> Iterator[tuple[str, ...]]:
+def compare(model: Generator, args: argparse.Namespace, link: str) -> Iterator[tuple[str, ...]]:
     """Rows of the table: requests, both speeds, and the ratio of the rounds."""
     runner, FarStages.link = model.engine._runner, LINKS[link]
     turns = runner._ahead

@@ -6,10 +6,10 @@ python recipes/examples/embed_in_asyncio.py BUNDLE
 import asyncio
 import sys
 
-from llmc.runtime import Model, load
+from llmc.runtime import Generator, load
 
 
-async def answer(model: Model, prompt: str) -> str:
+async def answer(model: Generator, prompt: str) -> str:
     """Stream one answer; another request's pieces come in between."""
     parts = []
     async for text in model.stream(prompt, max_tokens=16, temperature=0):
@@ -18,7 +18,7 @@ async def answer(model: Model, prompt: str) -> str:
     return "".join(parts)
 
 
-async def hang_up(model: Model) -> bool:
+async def hang_up(model: Generator) -> bool:
     """A client that goes away: cancelling the task cancels the request."""
     task = asyncio.ensure_future(answer(model, "while True:\n"))
     await asyncio.sleep(0.01)

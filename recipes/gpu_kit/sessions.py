@@ -137,12 +137,12 @@ def compare_rows(session: Any, ids: Sequence[int]) -> float:
     session.cache.reserve(len(past), session.cache.capacity)
     for row, length in enumerate(past):
         session.run(
-            Batch(Phase.PREFILL, np.array([ids[:length]]), np.zeros(1, np.int64), np.zeros((1, 0), np.int64), row)
+            Batch.of(Phase.PREFILL, np.array([ids[:length]]), np.zeros(1, np.int64), np.zeros((1, 0), np.int64), row)
         )
     tokens, zeros = np.array(ids[100:104])[:, None], np.zeros((4, 1), np.int64)
-    together = session.run(Batch(Phase.DECODE, tokens, np.array(past), zeros))[:, 0].copy()
+    together = session.run(Batch.of(Phase.DECODE, tokens, np.array(past), zeros))[:, 0].copy()
     calls = [
-        Batch(Phase.DECODE, tokens[row : row + 1], np.array(past[row : row + 1]), zeros[:1], row) for row in range(4)
+        Batch.of(Phase.DECODE, tokens[row : row + 1], np.array(past[row : row + 1]), zeros[:1], row) for row in range(4)
     ]
     return distance(np.stack([session.run(call)[0, 0].copy() for call in calls]), together)
 

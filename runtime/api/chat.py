@@ -32,19 +32,12 @@ class MessageDelta:
 
 @dataclass(frozen=True)
 class Message:
-    """An answer.
+    """An answer."""
 
-    Attributes:
-        content: its text, without reasoning and calls; it may be empty.
-        reasoning: what the model thought before; None if it did not.
-        tool_calls: the calls that it asks for.
-        finish_reason: ``tool_calls`` where it asks for some, ``length`` where it was cut, else ``stop``.
-    """
-
-    content: str
-    reasoning: str | None = None
+    content: str  # its text, without reasoning and calls; may be empty
+    reasoning: str | None = None  # None: the model did not reason
     tool_calls: tuple[ToolCall, ...] = ()
-    finish_reason: Literal["stop", "length", "tool_calls"] = "stop"
+    finish_reason: Literal["stop", "length", "tool_calls"] = "stop"  # ``tool_calls`` if there are any
 
     def to_dict(self) -> dict[str, Any]:
         """The message in OpenAI's form, to be appended to a conversation that goes on."""

@@ -17,7 +17,7 @@ _SERVING = threading.local()
 
 
 def mark_serving() -> None:
-    """This thread serves requests: whoever waits for one on it would wait for ever."""
+    """Mark this thread as serving requests: waiting for one on it would never end."""
     _SERVING.on = True
 
 
@@ -38,7 +38,7 @@ class Waiter:
 
     def wake(self) -> None:
         """Bring news; from any thread."""
-        with suppress(RuntimeError):  # the loop was closed, maybe just now, and nobody waits any more
+        with suppress(RuntimeError):  # the loop was closed, so no task waits any more
             self._loop.call_soon_threadsafe(self._news.set)
 
     async def wait(self) -> None:
@@ -57,8 +57,8 @@ class OutputCollector:
         self._make_lock()
         self._deltas: deque[Delta] = deque()
         self._taking = 0  # threads that wait for a piece
-        self._readers: list[Waiter] = []  # on event loops; of the pieces, and of the end alone
-        self._waiters: list[Waiter] = []
+        self._readers: list[Waiter] = []  # tasks that wait for a piece or the end
+        self._waiters: list[Waiter] = []  # tasks that wait for the end
         self.result: GenerationResult | None = None
         self.error: BaseException | None = None
 
@@ -118,14 +118,14 @@ class OutputCollector:
     def wait_for_pieces(self, pieces: bool) -> Iterator[Waiter]:
         """A wait of the running event loop's task while the block runs: for the end, or for ``pieces`` too."""
         self.refuse_forked()
-        waiter, those = Waiter(), self._readers if pieces else self._waiters
+        waiter, waiters = Waiter(), self._readers if pieces else self._waiters
         with self._lock:
-            those.append(waiter)
+            waiters.append(waiter)
         try:
             yield waiter
         finally:
             with self._lock:
-                those.remove(waiter)
+                waiters.remove(waiter)
 
     def refuse_forked(self) -> None:
         """Raise EngineClosedError in a forked process, before a lock is taken whose thread is not here; fine after the

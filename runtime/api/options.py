@@ -1,7 +1,7 @@
 """Options of an engine."""
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
 
@@ -33,43 +33,29 @@ class Determinism(str, Enum):
 @dataclass(frozen=True)
 class EngineOptions:
     """Arguments of :func:`llmc.runtime.load` that concern the engine.
+    Raises UsageError: a value is out of its range."""
 
-    Args:
-        max_batch: rows that run at once; default and upper bound: what the bundle was built for.
-        max_queue: requests that may wait, from 1; one more is refused.
-        determinism: ``fast``, ``batch`` or ``strict``, see :class:`Determinism`.
-        decode_steps_per_chunk: steps between two chunks of a long prompt while others stream; 0 feeds prompts as fast
-            as possible, whatever that does to those who stream.
-        prefix_cache_bytes: memory for prefixes of former requests; 0 is none; default: an eighth of what is available,
-            at most 256 MB.
-        prefix_cache_folder: a folder that keeps prefixes across restarts; None keeps none.
-        prefix_cache_disk_bytes: what that folder may hold.
-        draft: ``"lookup"`` guesses tokens from what was said before, a path names a bundle with the same tokenizer that
-            guesses; ``"auto"`` is ``"lookup"`` where it changes no bit of an answer; None and ``"none"`` speculate not.
-        default_max_tokens: new tokens of a request that names no number, or what the context has room for.
-        tool_format: the format of calls of chats that name none, as in
-            :meth:`llmc.runtime.model.Model.stream_chat`; None is what the chat template teaches.
-
-    Raises:
-        UsageError: a value is out of its range.
-    """
-
+    # requests that run at once; None: as many as the bundle was built for, which is also the most
     max_batch: int | None = None
-    max_queue: int = 256
-    determinism: Determinism = Determinism.FAST
+    max_queue: int = 256  # requests that may wait; one more is refused
+    determinism: Determinism = Determinism.FAST  # what tokens may depend on
+    # decode steps between two chunks of a long prompt while other requests stream; 0 feeds prompts as fast as possible
     decode_steps_per_chunk: int = DECODE_STEPS_PER_CHUNK
+    # memory of the prefix cache; 0: no cache; None: an eighth of the available memory, at most 256 MB
     prefix_cache_bytes: int | None = None
-    prefix_cache_folder: str | Path | None = None
-    prefix_cache_disk_bytes: int = 4 << 30
+    prefix_cache_folder: str | Path | None = None  # folder that keeps prefixes across restarts; None: no folder
+    prefix_cache_disk_bytes: int = 4 << 30  # disk space of that folder
+    # speculative decoding: ``lookup``, the folder of a draft bundle, ``none``, or ``auto``: ``lookup`` if it changes no
+    # bit of an answer
     draft: str | Path | None = None
+    # new tokens of a request without ``max_tokens``, at most what the context has room for
     default_max_tokens: int = 256
-    tool_format: str | None = None
+    tool_format: str | None = None  # format of tool calls; None: the format that the chat template teaches
 
     def __post_init__(self) -> None:
-        one_of(*(level.value for level in Determinism)).check("determinism", self.determinism)
-        object.__setattr__(self, "determinism", Determinism(self.determinism))
         for name, values in _RANGES.items():
             values.check(name, getattr(self, name))
+        object.__setattr__(self, "determinism", Determinism(self.determinism))
         if self.prefix_cache_folder is not None and self.prefix_cache_bytes == 0:
             raise UsageError("prefix_cache_folder", "needs prefix_cache_bytes above 0: prefixes pass through memory")
         if self.draft == "none":
@@ -89,17 +75,18 @@ def _is_path(value: object) -> bool:
     return isinstance(value, str | os.PathLike) and str(value) not in ("", ".")
 
 
-_PATH = optional(Range("path", "a path", _is_path))
+_PATH = optional(Range("path", "a path", _is_path, "a path"))
 _RANGES = {
+    "determinism": one_of(*(level.value for level in Determinism)),
     "max_batch": optional(integer(1, 1024)),
     "max_queue": integer(1, 1_000_000),
     "decode_steps_per_chunk": integer(0, 1_000_000),
-    "prefix_cache_bytes": optional(integer(0, 1 << 50)),
+    "prefix_cache_bytes": optional(integer(0, 1 << 50, most="2**50")),
     "prefix_cache_folder": _PATH,
-    "prefix_cache_disk_bytes": integer(0, 1 << 50),
+    "prefix_cache_disk_bytes": integer(0, 1 << 50, most="2**50"),
     "draft": _PATH,
-    "default_max_tokens": integer(1, 1 << 31),
-    "tool_format": optional(one_of(*FORMATS)),
+    "default_max_tokens": integer(1, 1 << 31, most="2**31"),
+    "tool_format": replace(optional(one_of(*FORMATS)), short="name of a format"),
 }
 
 
@@ -133,7 +120,9 @@ def check_level(manifest: Manifest, level: Determinism) -> None:
 def check_adapters(manifest: Manifest, level: Determinism) -> None:
     """Refuse adapters at a level of determinism that the build did not see their graph keep."""
     graph, rows = manifest.adapter_graph, manifest.graphs["decode"].invariance.rows
-    seen = Invariance() if graph is None else graph.invariance
+    if graph is None:  # then there is room for none
+        return
+    seen = graph.invariance
     if level is Determinism.BATCH:
         kept = 0 < seen.rows <= max(rows, 1) and seen.tokens > 0
     else:

@@ -19,40 +19,26 @@ StoppingCriterion = Callable[[Sequence[int], str], bool]
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and everything about how to answer it.
+    """A prompt and everything about how to answer it."""
 
-    Args:
-        prompt: text, or token ids taken as they are.
-        params: how tokens are chosen, and when to stop.
-        logits_processors: called as ``f(tokens, logits)`` before every choice, in this order, from the engine's
-            threads; they return float32 logits [vocab], edited in place or not.
-        stopping_criteria: called as ``f(new_tokens, text)`` after every token.
-        priority: lower is sooner. A step of one is worth ``scheduler.ARRIVALS_PER_PRIORITY`` arrivals, so nobody waits
-            for ever.
-        deadline_s: seconds from the submission after which the request fails; None waits.
-        on_delta: called with every :class:`llmc.runtime.api.results.Delta` on the engine's thread; be quick.
-        add_special_tokens: whether the tokenizer puts its own tokens, such as BOS, around a text prompt.
-        shown_tokens: special tokens whose names are part of the text; others give none.
-        prefix_scope: a name; cached prefixes are shared with requests of the same name alone. None: with those that
-            have none.
-        adapter: the name of one that the model has loaded; None is the model without any.
-        thinking: the reasoning before the answer: forms count from the answer on, and a budget bounds it.
-        images: what stands in the places of image tokens of a prompt of token ids; ``Model.chat`` makes it of messages.
-    """
-
-    prompt: str | Sequence[int]
-    params: SamplingParams = field(default_factory=SamplingParams)
+    prompt: str | Sequence[int]  # text, or token ids, which are taken as they are
+    params: SamplingParams = field(default_factory=SamplingParams)  # how tokens are chosen, and when to stop
+    # functions ``f(tokens, logits)``, called in this order before every choice, on the engine's thread; ``tokens`` are
+    # prompt and output so far, ``logits`` float32 [vocab], edited in place or returned
     logits_processors: tuple[Processor, ...] = ()
+    # functions ``f(new_tokens, text)``, called after every token; true ends the output
     stopping_criteria: tuple[StoppingCriterion, ...] = ()
-    priority: int = 0
-    deadline_s: float | None = None
+    priority: int = 0  # -1000 to 1000; lower is sooner
+    deadline_s: float | None = None  # seconds from submission after which the request fails; None: no deadline
+    # called with every :class:`llmc.runtime.api.results.Delta` on the engine's thread: be quick
     on_delta: Callable[[Delta], None] | None = None
-    add_special_tokens: bool = True
-    shown_tokens: tuple[int, ...] = ()
+    add_special_tokens: bool = True  # let the tokenizer put its own tokens, such as BOS, around a text prompt
+    shown_tokens: tuple[int, ...] = ()  # special tokens that appear in the text; all others do not
+    # a name of up to 256 characters; cached prefixes are shared only with requests of the same name
     prefix_scope: str | None = None
-    adapter: str | None = None
-    thinking: Thinking | None = None
-    images: ImageRows | None = None
+    adapter: str | None = None  # name of a loaded LoRA adapter; None: no adapter
+    thinking: Thinking | None = None  # marks and budget of the reasoning before the answer; ``chat`` fills it in
+    images: ImageRows | None = None  # embeddings in the positions of image tokens; ``chat`` makes them from messages
 
     def __post_init__(self) -> None:
         for name, values in _RANGES.items():

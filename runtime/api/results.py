@@ -12,13 +12,12 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of a request: of the prompt as fed and those of it from the prefix cache, of all outputs together, and
-    those left out because the context was full (``on_overflow``)."""
+    """Token counts of a request."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
-    truncated_tokens: int = 0
+    prompt_tokens: int  # as fed
+    completion_tokens: int  # of all outputs together
+    cached_tokens: int = 0  # prompt tokens from the prefix cache
+    truncated_tokens: int = 0  # left out because the context was full (``on_overflow``)
 
     @property
     def total_tokens(self) -> int:
@@ -27,20 +26,13 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Wall-clock seconds of a request.
+    """Wall-clock seconds of a request, and the tokens that they were spent on."""
 
-    Attributes:
-        ttft_s: from the request to the first token (time to first token), waiting included.
-        decode_s: from the first token to the last.
-        prompt_tokens, decode_tokens: tokens that these times were spent on.
-        queue_s: from the request to the first chunk of its prompt.
-    """
-
-    ttft_s: float
-    decode_s: float
+    ttft_s: float  # from the request to the first token (time to first token), waiting included
+    decode_s: float  # from the first token to the last
     prompt_tokens: int
     decode_tokens: int
-    queue_s: float = 0.0
+    queue_s: float = 0.0  # from the request to the first chunk of its prompt
 
     @property
     def tpot_s(self) -> float:
@@ -60,65 +52,39 @@ class Timings:
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece of one output, final once it is there.
+    """A piece of one output; it does not change later."""
 
-    Attributes:
-        index: which output of the request.
-        text: often empty, for a character or a possible stop string may be incomplete.
-        token_ids: the tokens that came with it.
-        logprobs: of these tokens, where the request asked for them.
-    """
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    index: int  # number of the output
+    text: str  # often empty, while a character or a possible stop string is incomplete
+    token_ids: tuple[int, ...]  # the new tokens
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of the new tokens, if asked for
 
 
 @dataclass(frozen=True)
 class Output:
-    """One completion.
+    """One completion."""
 
-    Attributes:
-        index: which sample it is; its draws came from the request's seed + index.
-        text: the completion without the stop string or token that ended it, unless the request keeps them.
-        token_ids: every token, the one that ended it included.
-        finish_reason: ``stop`` (end of sequence, stop token, stop string or stopping criterion) or ``length``.
-        seed: what the random draws came from; None when nothing was drawn. The same seed gives the same tokens.
-        score: what the outputs were ranked by (beam search, best_of, consensus); None where they were not.
-        logprobs: one per token, where the request asked for them.
-        stop_reason: the stop string, or the token of the request's ``stop_token_ids``, that ended it; None for an end
-            of sequence and everything else.
-    """
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    seed: int | None = None
-    score: float | None = None
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    stop_reason: str | int | None = None
+    index: int  # number of the sample; it draws with the request's seed + index
+    text: str  # without the stop string or token that ended it, unless the request keeps them
+    token_ids: tuple[int, ...]  # every token, the one that ended it included
+    finish_reason: FinishReason  # ``stop``: end of sequence, stop token or string, stopping criterion; or ``length``
+    seed: int | None = None  # of the random draws; None: none were made. The same seed gives the same tokens.
+    score: float | None = None  # that the outputs are ranked by (beam search, best_of, consensus); None: not ranked
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token, if asked for
+    stop_reason: str | int | None = None  # the stop string or the token of ``stop_token_ids`` that ended it
 
 
 @dataclass(frozen=True)
 class GenerationResult:
     """A finished request. ``text``, ``token_ids``, ``finish_reason``, ``stop_reason`` and ``seed`` are those of its
-    first output.
+    first output."""
 
-    Attributes:
-        outputs: as many as asked for; the best first where they are ranked.
-        params: the request's parameters, with the checkpoint's defaults and the seed filled in.
-        prompt_logprobs: of every prompt token but the first, where the request asked for them.
-        metrics: what it cost, step by step.
-    """
-
-    outputs: tuple[Output, ...]
+    outputs: tuple[Output, ...]  # as many as asked for; ranked ones best first
     usage: Usage
     timings: Timings
-    params: SamplingParams
+    params: SamplingParams  # with the checkpoint's defaults and the seed filled in
     metrics: RequestMetrics
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of every prompt token but the first, if asked for
 
     @property
     def text(self) -> str:

@@ -15,10 +15,11 @@ from llmc.bundle import read_bundle
 from llmc.errors import LlmcError, UsageError
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import Delta
+from llmc.runtime.generator import Generator
 from llmc.runtime.host.cuda import open_driver
 from llmc.runtime.host.huge_pages import settle
 from llmc.runtime.host.machine import available_memory, cpu_model, resident_bytes
-from llmc.runtime.model import Model, load
+from llmc.runtime.loading import load
 from llmc.runtime.sampling.params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ class Clock:
         self.tokens += [time.monotonic()] * len(delta.token_ids)
 
 
-def _time_request(model: Model, prompt_length: int, new_tokens: int, index: int) -> tuple[float, list[float]]:
+def _time_request(model: Generator, prompt_length: int, new_tokens: int, index: int) -> tuple[float, list[float]]:
     prompt = draw_prompt(model.manifest.geometry.vocab_size, prompt_length, 0, index)
     params, clock = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True), Clock()
     model.submit(Request(prompt, params, on_delta=clock.note)).result()

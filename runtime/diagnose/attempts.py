@@ -12,7 +12,8 @@ from tempfile import TemporaryDirectory
 from llmc.errors import GpuError, require
 from llmc.runtime.diagnose.targets import list_absent_precisions
 from llmc.runtime.host.cuda import DeviceInfo, open_driver
-from llmc.runtime.model import load
+from llmc.runtime.loaded import LoadedBundle
+from llmc.runtime.loading import load
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
 from llmc.runtime.sessions.onnxruntime.cuda_provider import check_provider, open_graph
 from llmc.runtime.sessions.tensorrt.library import lists_gpu, load_library, make_object
@@ -62,7 +63,7 @@ def find_lowering() -> str:
 
 
 def load_bundle(folder: str) -> str:
-    with load(folder, self_test=False, verify=False) as model:
+    with load(folder, kind=LoadedBundle, self_test=False, verify=False) as model:
         return f"{model.manifest.target.name}, on {model.processor}"
 
 

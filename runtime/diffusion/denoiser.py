@@ -40,18 +40,19 @@ class Denoiser:
         return len(self._tokens)
 
     def window(self) -> Window:
-        """The next call: the whole sequence first, then this block alone. The first step of a block computes the block
-        before it once more, now that it is whole."""
+        """The next call: first the whole sequence, then the current block only. The first step of a block also computes
+        the block before it again, which is complete now."""
         start, end = self._start, self._end
         if self._step == 0:
             start, end = (0, self.length) if self._before is None else (self._before, end)
         start = max(0, start - self._model.shift)
         wanted = self._masked - self._model.shift - start
-        return Window(start, self._tokens[start:end].tolist(), self.length, wanted.tolist())
+        seen = {"seen_lengths": np.array([self.length])}
+        return Window(start, self._tokens[start:end].tolist(), wanted.tolist(), seen)
 
     def take(self, logits: Logits) -> list[int]:
-        """Fill some masks from logits [n, V], whose first rows are those of the masks left in the block. Return the
-        block's tokens once all are filled, else none."""
+        """Fill some masks from logits [n, V]; the first rows are of the masks left in the block. Return the block's
+        tokens once all are filled, else none."""
         masked, logits = self._masked, logits[: len(self._masked)]
         of_masks = logits[:, self._model.mask_token_id].copy()
         logits[:, self._model.mask_token_id] = -np.inf  # a mask that stays one would never end

@@ -1,28 +1,23 @@
-"""Many requests at once: one thread that works, and any number of threads that ask."""
+"""Many requests at once: one thread computes for any number of threads that ask."""
 
 import logging
 import math
-import os
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar, overload
 
 from llmc.bundle import Manifest
-from llmc.errors import CancelledError, DeadlineError, EngineClosedError, GpuError, LlmcError, QueueFullError
-from llmc.runtime.api.handle import Handle, OutputCollector, is_serving, mark_serving
-from llmc.runtime.api.options import Determinism, EngineOptions, check_adapters, row_limit
+from llmc.errors import CancelledError, DeadlineError, GpuError, LlmcError, QueueFullError
+from llmc.runtime.api.handle import Handle, OutputCollector
+from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
 from llmc.runtime.api.request import Request
+from llmc.runtime.engine.branch import RequestState, SamplerOutput, name_error
+from llmc.runtime.engine.engine_thread import EngineThread
 from llmc.runtime.engine.input_processor import InputProcessor
 from llmc.runtime.engine.output_processor import OutputProcessor
 from llmc.runtime.engine.scheduler import Scheduler
-from llmc.runtime.engine.sequence import RequestState, SamplerOutput, name_error
-from llmc.runtime.engine.sequence import Sequence as Tokens
-from llmc.runtime.host import threads
 from llmc.runtime.kv.budget import CacheBudget
 from llmc.runtime.kv.prefix_cache import PrefixCache
 from llmc.runtime.kv.prefix_store import PrefixStore
@@ -32,7 +27,6 @@ from llmc.runtime.runner.model_runner import ModelRunner
 from llmc.runtime.sessions import Session
 from llmc.runtime.sessions.adapters import Adapters
 from llmc.runtime.speculation.drafters import Drafter
-from llmc.runtime.speculation.head_drafter import HeadDrafter
 from llmc.runtime.speculation.speculator import make_speculators
 from llmc.runtime.text.tokenizer import Tokenizer
 
@@ -47,14 +41,14 @@ class Engine:
     """Serve requests on a loaded model; :func:`llmc.runtime.load` makes one.
 
     :meth:`submit` may be called from any thread or event loop. The engine's own thread, which starts with the first
-    request, does everything else, one :meth:`step` at a time. A request's own functions run on that thread and its
-    helpers; where one fails, its request fails. A session call that fails ends the requests that shared it; a lost GPU
-    ends them all.
+    request, does everything else, one :meth:`step` at a time. Functions that came with a request run on that thread and
+    its helpers; an error in one fails its request. A failed call of the session fails the requests that shared it; a
+    lost GPU fails all.
 
     Args:
-        session: the loaded graphs and their cache; nobody else may use it while requests run.
+        session: the loaded graphs and their cache; used by nothing else while requests run.
         manifest, tokenizer: of the same bundle.
-        max_context: longest sequence, prompt and new tokens together.
+        max_context: longest branch, prompt and new tokens together.
         prefill_chunk: prompt tokens per call.
         options: see :class:`llmc.runtime.api.options.EngineOptions`.
         memory: bytes that this process may take.
@@ -79,11 +73,7 @@ class Engine:
         self.metrics = EngineMetrics()
         self.prefixes = prefixes
 
-        def open_adapters() -> None:
-            check_adapters(manifest, options.determinism)
-            session.open_adapters()
-
-        self.adapters = Adapters(manifest, open_adapters)
+        self.adapters = Adapters(manifest, lambda: session.open_adapters())
         # A strict step feeds a dummy token after the last one, which wants a position of its own.
         self.max_context = max_context - (options.determinism is Determinism.STRICT)
         max_rows = row_limit(manifest, options)
@@ -111,24 +101,23 @@ class Engine:
             guarded=self._guard,
             prefixes=prefixes,
         )
-        if isinstance(drafter, HeadDrafter):
-            self._runner.watch = drafter.watch
+        self._runner.watch = drafter.watch if drafter is not None else None
         speculate = None if drafter is None else make_speculators(drafter, self._runner)
         self._inputs = InputProcessor(manifest, tokenizer, self.max_context, max_rows, self.adapters, speculate)
         self._outputs = OutputProcessor(self._scheduler, self._guard, self._forget)
         self._closeable = [part for part in (store, drafter) if part is not None]
-        self._requests: dict[int, RequestState] = {}  # that did not end yet, in the order in which they came
-        self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._lock = threading.RLock()  # the garbage collector may close an engine anywhere
-        self._pid = os.getpid()
-        self._then: Callable[[], None] | None = None
-        self._thread: threading.Thread | None = None
-        self._first_deadline = math.inf  # of these, or of some that ended before theirs
-        self._arriving = 0  # requests accepted, and not seen by the engine's thread yet
+        self._requests: dict[int, RequestState] = {}  # all that have not ended, in the order of arrival
+        self._thread = EngineThread(
+            self.step,
+            is_busy=self._is_busy,
+            recover=self._recover,
+            fail_all=self._fail_all,
+            give_up=self._give_up,
+            free=self._free,
+        )
+        self._first_deadline = math.inf  # no request has an earlier one
+        self._arriving = 0  # accepted requests that the engine's thread has not seen yet
         self.metrics.read_gauges = self._gauges
-        self._closing = False
-        self._freed = False
-        self._lost: GpuError | None = None
 
     # ------------------------------------------------------------------------------------------ any thread
 
@@ -144,10 +133,10 @@ class Engine:
             EngineClosedError: the engine is closed, or its GPU was lost.
             RequestError, UsageError, GrammarError: the request cannot be served.
         """
-        self._refuse_forked()
+        self._thread.refuse_forked()
         try:
             state = self._inputs.process(request, collector := OutputCollector(), self.metrics)
-            with self._lock:
+            with self._thread.lock:
                 self._accept(state)
         except LlmcError:
             self.metrics.count({}, "refused")
@@ -165,21 +154,7 @@ class Engine:
         Raises:
             EngineClosedError: the engine is closed.
         """
-        if threading.current_thread() is self._thread:  # a client's function, which would wait for itself
-            return function()
-        self._refuse_forked()
-        done: Future[_T] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(function())
-            except BaseException as error:  # noqa: BLE001  # handed to the caller
-                done.set_exception(error)
-
-        with self._lock:
-            self._start_thread()
-            self._inbox.put(run)
-        return done.result()
+        return self._thread.call(function)
 
     def close(self, drain: bool = False, then: Callable[[], None] | None = None) -> None:
         """Stop, and wait until the engine's thread has ended. Closing again is allowed.
@@ -188,52 +163,10 @@ class Engine:
             drain: finish accepted requests first; by default they fail.
             then: called once nothing uses the session any more.
         """
-        if os.getpid() != self._pid:  # in a forked process there is no thread to wait for
-            return
-        with self._lock:
-            first, self._closing = not self._closing, True
-            thread = self._thread
-            self._then = self._then or then
-            freed = self._freed
-        if freed:  # closed before, or stopped by itself
-            self._call_then()
-        elif thread is None:
-            if first:
-                self._free()
-        else:
-            self._stop(drain)
-        if thread is not None and not is_serving():  # a client's function or the garbage collector may close it
-            thread.join()
-
-    def _stop(self, drain: bool = False) -> None:
-        """Make the engine's thread end soon, without waiting for it."""
-        with self._lock:
-            self._closing = True
-        self._inbox.put(lambda: None if drain else self._fail_all(EngineClosedError("the engine was closed")))
-
-    def _free(self) -> None:
-        for part in self._closeable:
-            try:
-                part.close()
-            except Exception:
-                log.exception("%s could not be closed", type(part).__name__)
-        self._call_then()
-
-    def _call_then(self) -> None:
-        with self._lock:
-            self._freed = True
-            then, self._then = self._then, None
-        if then is None:
-            return
-        try:
-            then()
-        except GpuError as error:
-            if self._lost is None and not error.lost:
-                raise
-            log.warning("what a lost GPU held could not be freed: %s", error)
+        self._thread.close(drain, then)
 
     def _accept(self, request: RequestState) -> None:
-        self._start_thread()
+        self._thread.start()
         most = self.options.max_queue
         # Not even counted as long as all requests together are fewer.
         if (
@@ -242,106 +175,62 @@ class Engine:
         ):
             raise QueueFullError(f"{waiting} requests wait already, as many as may; try again later")
         self._arriving += 1
-        self._inbox.put(partial(self._enqueue, request))
-
-    def _refuse_forked(self) -> None:
-        """Before any lock is taken: the thread that held it in that moment is not here to let it go."""
-        if os.getpid() != self._pid:
-            raise EngineClosedError(
-                "the engine's thread stayed in the process that this one was forked from; load here"
-            )
-
-    def _start_thread(self) -> None:
-        if self._lost is not None:
-            raise EngineClosedError(f"the engine is closed: {self._lost}")
-        if self._closing:
-            raise EngineClosedError("the engine is closed; load the bundle again")
-        if self._thread is None:
-            self._thread = threads.start(self._serve, "llmc-engine", self._stop)
+        self._thread.post(partial(self._enqueue, request))
 
     def _cancel(self, number: int) -> None:
         """May be called by the garbage collector, anywhere: it only leaves a message."""
-        self._inbox.put(partial(self._handle_cancel, number))
+        self._thread.post(partial(self._handle_cancel, number))
 
     # ------------------------------------------------------------------------------------------ the engine's thread
-
-    def _serve(self) -> None:
-        mark_serving()
-        try:
-            while not self._closing or self._busy or not self._inbox.empty():
-                try:
-                    self.step()
-                except BaseException as error:  # noqa: BLE001  # without this thread, clients would wait for ever
-                    self._recover(error)
-        except BaseException as error:  # noqa: BLE001  # nor could it recover: of no memory, say
-            self._give_up(error)
-        self._free()
 
     def step(self) -> None:
         """Run one round: receive messages, admit requests, feed prompts, decode."""
         self._receive()
-        if self._lost is not None:  # those who came meanwhile
-            self._fail_all(self._lost)
+        if self._thread.lost is not None:
+            self._fail_all(self._thread.lost)  # requests that came meanwhile
             return
-        for sequence in self._scheduler.admit():
-            self._outputs.begin(sequence)
+        for branch in self._scheduler.admit():
+            self._outputs.begin(branch)
         self._prefill()
         self._decode()
 
     def _prefill(self) -> None:
-        sequences = self._scheduler.next_prefill()
-        if len(sequences) > 1:
-            self._prefill_together(sequences)
+        if not (branches := self._scheduler.next_prefill()):
             return
-        for sequence in sequences:
-            with self._guard(sequence.request):
-                start, every = sequence.cached, sequence.wants_every_logit
-                logits = self._runner.prefill(sequence, every)
-                if every:
-                    self._outputs.keep_prompt_logprobs(sequence, start, logits)
-                for whole in self._scheduler.note_prefilled(sequences):
-                    self._outputs.begin(whole, logits[-1])
-
-    def _prefill_together(self, sequences: Sequence[Tokens]) -> None:
-        try:
-            logits = self._runner.prefill_together(sequences)
-        except Exception as error:  # the call that they share failed
-            if is_fatal(error):
-                raise
-            for sequence in sequences:  # of as many requests
-                self._fail(sequence.request, name_error(error))
-            return
-        after = dict(zip(sequences, logits, strict=True))
-        for sequence in self._scheduler.note_prefilled(sequences):
-            self._outputs.begin(sequence, after[sequence])
+        start, every = branches[0].cached, branches[0].wants_every_logit
+        with self._guard(*(branch.request for branch in branches)):
+            logits = dict(zip(branches, self._runner.prefill(branches, every), strict=True))
+            if every:
+                self._outputs.keep_prompt_logprobs(branches[0], start, logits[branches[0]])
+            for whole in self._scheduler.note_prefilled(branches):
+                self._outputs.begin(whole, logits[whole][-1])
 
     def _decode(self) -> None:
-        """Run one step of every sequence that decodes: one call, and one for each that has drafts to verify."""
-        if not (sequences := self._scheduler.next_decode()):
+        """Run one step of every branch that decodes: one call, and one for each that has drafts to verify."""
+        if not (branches := self._scheduler.next_decode()):
             return
         outputs: list[SamplerOutput[Any]] = []
         failed: dict[RequestState, BaseException] = {}
-        for call in self._runner.divide(sequences):
+        for call, compute in self._runner.divide(branches):
             try:
-                found = self._outputs.sample(call, self._runner.execute(call))
+                found = self._outputs.sample(call, compute())
                 for output in found:
-                    self._runner.accept(output.sequence, output.tokens)
+                    self._runner.accept(output.branch, output.tokens)
                 outputs += found
             except Exception as error:  # the call that they share failed
                 if is_fatal(error):
                     raise
-                failed |= {sequence.request: name_error(error) for sequence in call}
+                failed |= {branch.request: name_error(error) for branch in call}
         self._scheduler.note_decoded(outputs)
         for request, reason in failed.items():
             self._fail(request, reason)
         if failed:
-            outputs = [output for output in outputs if output.sequence.request not in failed]
+            outputs = [output for output in outputs if output.branch.request not in failed]
         self._outputs.commit(outputs)
 
     # ------------------------------------------------------------------------------------------ messages
 
-    @property
-    def _busy(self) -> bool:
+    def _is_busy(self) -> bool:
         for request in self._requests.values():  # noqa: SIM110  # asked for in every step: no generator
             if not request.comparing:
                 return True
@@ -349,11 +238,10 @@ class Engine:
 
     def _receive(self) -> None:
         """Take in messages; without anything to do, wait for one."""
-        while not (self._busy and self._inbox.empty()):
-            with suppress(queue.Empty):
-                self._inbox.get(timeout=self._patience())()
-            if not self._busy:
-                if self._closing:
+        while self._thread.has_message or not self._is_busy():
+            self._thread.take(self._patience())
+            if not self._is_busy():
+                if self._thread.closing:
                     return
                 self._expire()
         self._expire()
@@ -364,7 +252,7 @@ class Engine:
         return None if first is None or first == float("inf") else max(0.0, first - time.monotonic())
 
     def _enqueue(self, request: RequestState) -> None:
-        with self._lock:
+        with self._thread.lock:
             self._requests[request.number] = request
             self._arriving -= 1
         self._first_deadline = min(self._first_deadline, request.deadline)
@@ -384,7 +272,7 @@ class Engine:
 
     def _forget(self, number: int) -> None:
         """May be called by any thread: it only leaves a message."""
-        self._inbox.put(partial(self._requests.pop, number, None))
+        self._thread.post(partial(self._requests.pop, number, None))
 
     # ------------------------------------------------------------------------------------------ levels, on any thread
 
@@ -392,10 +280,10 @@ class Engine:
         return sum(request.timeline.admitted is None for request in list(self._requests.values()))
 
     def _gauges(self) -> Gauges:
-        """Gauges as things are; between two steps, if these run meanwhile, as they just were."""
+        """Gauges of this moment, or of the last one between two steps."""
         return Gauges(
             waiting=self._count_unserved(),
-            running=sum(bool(request.group.sequences) for request in list(self._requests.values())),
+            running=sum(bool(request.group.branches) for request in list(self._requests.values())),
             kv_reserved_bytes=self._scheduler.reserved_bytes,
             kv_used_bytes=self._scheduler.used_bytes,
             prefix_cache_bytes=0 if self.prefixes is None else self.prefixes.bytes,
@@ -404,14 +292,15 @@ class Engine:
     # ------------------------------------------------------------------------------------------ failures
 
     @contextmanager
-    def _guard(self, request: RequestState) -> Iterator[None]:
-        """A context in which an error ends this request alone, unless it concerns all rows."""
+    def _guard(self, *requests: RequestState) -> Iterator[None]:
+        """A context in which an error ends these requests alone, unless it concerns all rows."""
         try:
             yield
         except BaseException as error:
             if is_fatal(error):
                 raise
-            self._fail(request, name_error(error))
+            for request in requests:
+                self._fail(request, name_error(error))
 
     def _fail(self, request: RequestState, error: BaseException) -> None:
         """End a request that cannot go on; its rows are free at once."""
@@ -423,42 +312,37 @@ class Engine:
             self._outputs.close(request, _OUTCOMES.get(type(error), "error"), error=error)
 
     def _fail_all(self, error: BaseException, holders: Sequence[RequestState] | None = None) -> None:
-        """End all requests, or those that held rows which nobody holds any more."""
+        """End all requests, or only ``holders``, whose rows were freed."""
         for request in [*self._requests.values()] if holders is None else holders:
             with suppress(Exception):
                 self._fail(request, error)
 
     def _recover(self, error: BaseException) -> None:
-        """After a step that failed as a whole, fail those who held rows; all requests, if more than rows suffered."""
+        """After a step that failed as a whole, fail the requests that held rows; all requests, if more was lost."""
         with suppress(Exception):  # a handler of the log may be what failed
             log.error("the engine failed in a step; the requests that it had fail", exc_info=error)
         torn = isinstance(error, TornError)
         reason = error.__cause__ if torn and error.__cause__ is not None else error
         if is_lost(reason):
-            torn, reason = False, self._lose(reason)
+            torn, reason = False, self._thread.lose(reason)
         holders = self._scheduler.abandon(self._requests.values())
         self._fail_all(name_error(reason), holders if torn else None)
 
     def _give_up(self, error: BaseException) -> None:
-        """End the thread whatever it was in the middle of, so that nobody waits for it."""
-        with self._lock:
-            self._closing = True
-        while not self._inbox.empty():  # those who came, and functions that somebody waits for
-            with suppress(BaseException):
-                self._inbox.get()()
+        """End all requests for their clients, whatever state the engine is in."""
         for request in [*self._requests.values()]:
             request.collector.end(None, name_error(error))
 
-    def _lose(self, error: BaseException) -> GpuError:
-        """Note that the GPU is gone: no request is accepted any more, and the thread ends."""
-        lost = GpuError(f"the GPU was lost ({error}); load the bundle again in a new process", lost=True)
-        with self._lock:
-            self._lost, self._closing = lost, True
-        return lost
+    def _free(self) -> None:
+        for part in self._closeable:
+            try:
+                part.close()
+            except Exception:
+                log.exception("%s could not be closed", type(part).__name__)
 
 
 def is_fatal(error: BaseException) -> bool:
-    """True for an error that concerns everyone who holds a row."""
+    """True for an error that concerns all rows."""
     return isinstance(error, TornError) or is_lost(error)
 
 

@@ -1,4 +1,4 @@
-"""Prepare requests: tokens, parameters and sequences; what can be refused is refused here."""
+"""Prepare requests: check them, and make their tokens, samplers and branches."""
 
 import secrets
 from collections.abc import Callable, Collection, Sequence
@@ -13,15 +13,14 @@ from llmc.errors import ContextError, RequestError, UsageError, format_value
 from llmc.runtime.api.handle import OutputCollector
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import Output
-from llmc.runtime.diffusion.denoiser import Denoiser
-from llmc.runtime.engine.diffusion_group import Diffused, DiffusedGroup
+from llmc.runtime.engine.branch import SINK_TOKENS, RequestState
+from llmc.runtime.engine.diffusion_group import Diffused, DiffusedGroup, check_request
 from llmc.runtime.engine.sample_group import Sample, SampleGroup
 from llmc.runtime.engine.search_group import SearchGroup
-from llmc.runtime.engine.sequence import SINK_TOKENS, RequestState
 from llmc.runtime.guided.guide import CompiledGrammar, GrammarGuide
 from llmc.runtime.observe.metrics import EngineMetrics
 from llmc.runtime.sampling.dry import Breakers
-from llmc.runtime.sampling.params import GUIDES, SamplingParams, check_diffusion
+from llmc.runtime.sampling.params import GUIDES, SamplingParams
 from llmc.runtime.sampling.processors import Guide, SamplingContext, build_processors
 from llmc.runtime.sampling.samplers import make_sampler
 from llmc.runtime.search.beam import BeamSearch, Hypothesis, StopCriterion
@@ -132,19 +131,14 @@ class InputProcessor:
             shown = group.request.request.shown_tokens
             text = TextStream(self._tokenizer, params.stop, keep_stop=params.include_stop_str_in_output, shown=shown)
         if self._diffusion is not None:
-            diffused = Diffused(group, index, sampler, text, self._ends(params))
-            diffused.denoiser, diffused.speculates = Denoiser(self._diffusion, params, group.request.prompt), True
-            return diffused
+            return Diffused(self._diffusion, group, index, sampler, text, self._ends(params))
         speculate = None if params.speculate is False else self._speculate
         return Sample(group, index, sampler, text, self._ends(params), guide, speculate)
 
     def _check(self, request: Request) -> None:
         """Refuse what the request's parts ask for together and cannot have."""
         params = request.params
-        check_diffusion(params, self._diffusion is not None)
-        if self._diffusion is not None and (request.thinking is not None or request.logits_processors):
-            what = "logits_processors" if request.logits_processors else "reasoning_budget"
-            raise UsageError(what, "is given, which a diffusion model cannot have", "leave it out")
+        check_request(request, self._diffusion)
         if request.thinking is not None and params.num_beams > 1:
             raise UsageError(
                 "num_beams",
@@ -185,7 +179,7 @@ class InputProcessor:
         return Output(index, text, tokens, found.finish_reason, score=found.score, stop_reason=reason)
 
     def _ends(self, params: SamplingParams) -> dict[int, int | None]:
-        """The tokens that end an output, each with the reason to tell; an end of sequence is none."""
+        """The tokens that end an output, each with its stop reason; an end of sequence has none."""
         own = {token: token for token in params.stop_token_ids}
         return {**own, **dict.fromkeys(() if params.ignore_eos else self._eos)}
 
@@ -212,8 +206,8 @@ class InputProcessor:
         """The tokens of each of the words: of a text with a space before it and without."""
         given = [word.lstrip(" ") for word in params.bad_words if isinstance(word, str)]
         texts = [text for word in given for text in (word, " " + word) if text]
-        found = [ids for text in texts if (ids := self._tokenizer.encode(text, add_special_tokens=False))]
-        return found + [list(word) for word in params.bad_words if not isinstance(word, str)]
+        words = [ids for text in texts if (ids := self._tokenizer.encode(text, add_special_tokens=False))]
+        return words + [list(word) for word in params.bad_words if not isinstance(word, str)]
 
 
 def draws(params: SamplingParams) -> bool:

@@ -1,4 +1,4 @@
-"""From logits to what clients get: tokens drawn and committed, requests that end, their ranking and their result."""
+"""From logits to results: draw tokens, commit them, end requests and rank their outputs."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -8,9 +8,8 @@ from typing import Any
 
 from llmc.runtime.api.handle import mark_serving
 from llmc.runtime.api.results import GenerationResult
+from llmc.runtime.engine.branch import Branch, RequestState, SamplerOutput, name_error
 from llmc.runtime.engine.scheduler import Scheduler
-from llmc.runtime.engine.sequence import RequestState, SamplerOutput, name_error
-from llmc.runtime.engine.sequence import Sequence as Tokens
 from llmc.runtime.host import threads
 from llmc.runtime.observe.logs import event
 from llmc.runtime.runner.prefill import Floats
@@ -20,10 +19,11 @@ log = logging.getLogger(__name__)
 
 
 class OutputProcessor:
-    """Draw tokens, hand them to their requests, and end these.
+    """Draw tokens, hand them to their requests, and end requests.
 
-    ``guarded`` is a context in which an error ends one request alone; ``ended`` is told the number of a request that is
-    done, from any thread.
+    Args:
+        guarded: a context in which an error ends one request alone.
+        ended: called with the number of a request that is done, from any thread.
     """
 
     def __init__(
@@ -36,35 +36,38 @@ class OutputProcessor:
         self._guarded = guarded
         self._ended = ended
 
-    def keep_prompt_logprobs(self, sequence: Tokens, start: int, logits: Floats) -> None:
+    def keep_prompt_logprobs(self, branch: Branch, start: int, logits: Floats) -> None:
         """Keep the log-probabilities that a request wants of the prompt chunk that begins at ``start``."""
-        request = sequence.request
-        following = sequence.context[start + 1 : sequence.cached + 1]
+        request = branch.request
+        following = branch.context[start + 1 : branch.cached + 1]
         top = request.params.prompt_logprobs
         if top is not None and len(request.prompt_logprobs) < len(request.prompt) - 1:
             request.prompt_logprobs += prompt_logprobs(logits[: len(following)], following, top)
 
-    def begin(self, sequence: Tokens, logits: Floats | None = None) -> None:
-        """Go on with a sequence whose whole context is in its row, from the logits [V] after it."""
-        with self._guarded(sequence.request):
-            if sequence.group.begin(self._scheduler, sequence, logits):
-                self._end(sequence.request)
+    def begin(self, branch: Branch, logits: Floats | None = None) -> None:
+        """Go on with a branch whose whole context is in its row, from the logits [V] after it; unless its request
+        failed with another of its branches."""
+        if branch not in branch.group.branches:
+            return
+        with self._guarded(branch.request):
+            if branch.group.begin(self._scheduler, branch, logits):
+                self._end(branch.request)
 
-    def sample(self, call: Sequence[Tokens], logits: Floats) -> list[SamplerOutput[Any]]:
-        """Draw the tokens of a call's sequences, from logits [B, 1 + drafts, V]; a dummy row may come after them."""
-        return [sequence.sample(row) for sequence, row in zip(call, logits, strict=False)]
+    def sample(self, call: Sequence[Branch], logits: Floats) -> list[SamplerOutput[Any]]:
+        """Draw the tokens of a call's branches, from logits [B, 1 + drafts, V]; a dummy row may come after them."""
+        return [branch.sample(row) for branch, row in zip(call, logits, strict=False)]
 
     def commit(self, outputs: Sequence[SamplerOutput[Any]]) -> None:
         by_request: dict[RequestState, list[SamplerOutput[Any]]] = {}
         for output in outputs:
-            by_request.setdefault(output.sequence.request, []).append(output)
+            by_request.setdefault(output.branch.request, []).append(output)
         for request, own in by_request.items():
             with self._guarded(request):
                 if request.group.step(self._scheduler, own):
                     self._end(request)
 
     def _end(self, request: RequestState) -> None:
-        """All is drawn. Comparing samples with one another may take long, so that is left to another thread."""
+        """End a request whose tokens are drawn. Comparing its samples may take long, so another thread does it."""
         if request.params.consensus is not None:
             request.comparing = True
             threads.start(partial(self._compare, request), "llmc-comparing")
@@ -90,11 +93,11 @@ class OutputProcessor:
         result: Callable[[], GenerationResult] | None = None,
         error: BaseException | None = None,
     ) -> None:
-        """Tell the client, and leave a line in the log, which costs nothing where nobody wants it."""
+        """Tell the client, and write a line to the log."""
         request.timeline.finish(reason)
         # A kept traceback would keep everything that its frames saw; a failure inside still has it, in its cause.
         request.collector.end(result() if result else None, None if error is None else error.with_traceback(None))
-        request.adapter = None  # its place is free once nobody uses it
-        with suppress(Exception):  # what an application hangs on the log is not the engine's trouble
+        request.adapter = None  # its place is free after the last request
+        with suppress(Exception):  # a handler of the application's may fail
             if log.isEnabledFor(logging.INFO):
                 event(log, "request ended", **vars(request.timeline.metrics()))

@@ -1,13 +1,12 @@
-"""Samples of one request, drawn side by side, and which of them come back in which order."""
+"""Samples of one request, drawn side by side, and their ranking."""
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as List
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from llmc.errors import ProcessorError, text_of
 from llmc.runtime.api.results import Delta, FinishReason, Output
+from llmc.runtime.engine.branch import Branch, BranchGroup, RequestState, SamplerOutput
 from llmc.runtime.engine.scheduler import Scheduler
-from llmc.runtime.engine.sequence import RequestState, SamplerOutput, Sequence, SequenceGroup
 from llmc.runtime.sampling.logits import Logits
 from llmc.runtime.sampling.logprobs import TokenLogprobs
 from llmc.runtime.sampling.processors import Guide
@@ -17,12 +16,13 @@ from llmc.runtime.speculation.speculator import Speculator, verify
 from llmc.runtime.text.detokenizer import TextStream
 
 
-class Sample(Sequence):
-    """A sequence whose tokens are chosen one by one, and streamed as text.
+class Sample(Branch):
+    """A branch whose tokens are chosen one by one, and streamed as text.
 
-    ``ends`` are tokens that end it, each with the reason to tell; ``guide`` ends it where nothing more is allowed, and
-    ``speculate`` makes its speculator by key and scope. ``tokens`` are prompt and new ones; ``context`` is the same
-    list until the window slides.
+    Args:
+        ends: tokens that end it, each with the reason to tell.
+        guide: ends it where no token is allowed.
+        speculate: makes its speculator by key.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Sample(Sequence):
     ) -> None:
         super().__init__(group, list(group.request.prompt))
         self.index = index
-        self.tokens = self.context
+        self.tokens = self.context  # prompt and new tokens; the context is the same list until it slides
         self.sampler = sampler
         self.finish_reason: FinishReason | None = None
         self._stop_reason: str | int | None = None
@@ -47,7 +47,7 @@ class Sample(Sequence):
         self._guide = guide
         self.speculates = speculate is not None
         self._speculator = None if speculate is None else speculate(self.key)
-        self._rows = 1  # of the step that it was asked for drafts for
+        self._rows = 1  # of the step that the last drafts were for
         self._logprobs: list[TokenLogprobs] = []
 
     @property
@@ -88,7 +88,7 @@ class Sample(Sequence):
             output.error = error
         return output
 
-    def commit(self, choices: List[Choice]) -> None:
+    def commit(self, choices: Sequence[Choice]) -> None:
         """Append tokens and stream them, until the sample ends."""
         for choice in choices:
             self.request.emit(self._take(choice, latest=choice is choices[-1]))
@@ -162,14 +162,14 @@ class Sample(Sequence):
             raise ProcessorError(f"a stopping criterion raised {text_of(error)}") from error
 
 
-class SampleGroup(SequenceGroup[Sample]):
-    """The samples of one request: the first is fed the prompt, the others fork from whoever still holds it."""
+class SampleGroup(BranchGroup[Sample]):
+    """The samples of one request: the first feeds the prompt, the others fork from a row that holds it."""
 
     def __init__(self, request: RequestState, make: Callable[["SampleGroup", int], Sample]) -> None:
         super().__init__(request)
         self.draws = request.params.best_of or request.params.n
         self._make = make
-        self._finished: list[Output] = []  # and not the samples, of which each has the prompt, a sampler, a guide
+        self._finished: list[Output] = []  # samples would keep the prompt, a sampler and a guide each
         self._first_logits: Logits | None = None
 
     @property
@@ -177,24 +177,24 @@ class SampleGroup(SequenceGroup[Sample]):
         """True once the logits after the prompt are kept for further samples."""
         return self._first_logits is not None
 
-    def sequence(self, index: int) -> Sample:
+    def branch(self, index: int) -> Sample:
         return self._make(self, index)
 
-    def begin(self, scheduler: Scheduler, sequence: Sample, logits: Logits | None) -> bool:
+    def begin(self, scheduler: Scheduler, branch: Sample, logits: Logits | None) -> bool:
         """Choose the first token; the first sample to come so far lets the others in."""
         if logits is not None:
-            scheduler.keep_prefix(sequence, len(self.request.prompt))
+            scheduler.keep_prefix(branch, len(self.request.prompt))
             if self.draws > 1 and self._first_logits is None:
                 self._first_logits = logits.copy()
                 scheduler.invite(self, self.draws)
         first = self._first_logits if logits is None else logits
         assert first is not None
-        return self._commit(scheduler, sequence, [sequence.sampler(first, sequence.tokens)])
+        return self._commit(scheduler, branch, [branch.sampler(first, branch.tokens)])
 
-    def step(self, scheduler: Scheduler, outputs: List[SamplerOutput[Sample]]) -> bool:
+    def step(self, scheduler: Scheduler, outputs: Sequence[SamplerOutput[Sample]]) -> bool:
         done = False
         for output in outputs:
-            sample = output.sequence
+            sample = output.branch
             if output.choices:
                 sample.note_drafts(output)
                 done = self._commit(scheduler, sample, output.choices, hand_on=True)
@@ -203,7 +203,7 @@ class SampleGroup(SequenceGroup[Sample]):
                 raise output.error
         return done
 
-    def _commit(self, scheduler: Scheduler, sample: Sample, choices: List[Choice], hand_on: bool = False) -> bool:
+    def _commit(self, scheduler: Scheduler, sample: Sample, choices: Sequence[Choice], hand_on: bool = False) -> bool:
         """Append tokens. With ``hand_on`` the row of a sample that ends may go to the next one."""
         sample.commit(choices)
         if sample.finish_reason is not None:

@@ -23,20 +23,13 @@ KEPT_PLACES = 8  # numbers of positions whose layout is remembered: a block's co
 
 @dataclass(frozen=True)
 class CacheTensor:
-    """A tensor of the cache.
+    """A tensor of the cache."""
 
-    Attributes:
-        past, present: its names among a graph's inputs and outputs; empty where it is read alone.
-        kind: of its entry: ``kv`` has positions, ``state`` has none.
-        shape: [kv_heads, head_dim] of one position, or the shape of one row's state.
-        window: positions that are ever read, 0 for all.
-    """
-
-    past: str
-    present: str
-    kind: CacheKind
-    shape: tuple[int, ...]
-    window: int = 0
+    past: str  # name among a graph's inputs
+    present: str  # name among its outputs; empty if it is only read
+    kind: CacheKind  # ``kv`` has positions, ``state`` has none
+    shape: tuple[int, ...]  # [kv_heads, head_dim] of one position, or the shape of one row's state
+    window: int = 0  # positions that are ever read, 0 for all
 
     def of(self, rows: int, capacity: int) -> tuple[int, ...]:
         """The shape of so many rows of so many positions."""
@@ -92,22 +85,22 @@ class Layout:
 class KVCache(ABC):
     """Keys, values and states of the tokens before: ``rows`` times ``capacity`` positions.
 
-    A state holds what a row came to after its last token: such a row goes on from there or begins anew, and is copied,
-    read and written as a whole. Where memory can be given back in pieces, :meth:`let_go` gives back what windows have
-    passed; a row then goes on after one of the last :data:`BACK` positions before, or begins anew.
+    A row with a state goes on after its last token or begins anew, and is copied, read and written as a whole. Where
+    memory can be given back in pieces, :meth:`let_go` frees positions that windows have passed; the row then goes on
+    after one of the :data:`BACK` positions before, or begins anew.
 
     Rows, positions and contents that do not fit raise UsageError, a lack of memory ResourceError, the GPU GpuError.
 
     Args:
         manifest: of the bundle; its list of caches gives the shapes, its plans and limits bound the growth.
         device_memory: bytes of the GPU's memory for the bundle; None where the cache lies in the process.
-        forget: called before memory moves, so that nothing stays bound to it.
         guard: entered around everything that touches the memory, with what is being done.
 
     Attributes:
         tensors: in the order of the layers.
         dtype: of the values; bfloat16 is handed out as uint16, for which numpy has a type.
         can_rewind: whether a row may go back to an earlier position: no entry is a state.
+        on_move: functions that are called before memory moves, so that nothing stays bound to it.
     """
 
     _lets_go = False  # whether memory can be given back in pieces
@@ -117,7 +110,6 @@ class KVCache(ABC):
         manifest: Manifest,
         *,
         device_memory: int | None = None,
-        forget: Callable[[], None] = lambda: None,
         guard: Callable[[str], AbstractContextManager[None]] = lambda doing: nullcontext(),
     ) -> None:
         self.tensors = tensors_of(manifest.list_caches())
@@ -126,12 +118,12 @@ class KVCache(ABC):
         self.can_rewind = all(tensor.kind == "kv" for tensor in self.tensors)
         self._manifest = manifest
         self._layout, self._states = Layout(self.tensors), Layout(self.tensors, "state")
-        self._forget = forget
+        self.on_move: list[Callable[[], None]] = []
         self._guard = guard
         self._capacity = 0
-        # Of each row, the positions up to the last that was ever written; with states, up to the one that they are at.
+        # Per row: end of the positions that were ever written; with states, the position that they are at.
         self._written: list[int] = []
-        # Of each row, the length at which it was let go of what windows had passed, 0 where it is whole.
+        # Per row: length when positions outside the window were last freed; 0 if none were.
         self._settled: list[int] = []
         self._narrowest = min((tensor.window for tensor in self.tensors if tensor.window), default=0)
 
@@ -150,7 +142,7 @@ class KVCache(ABC):
         return np.dtype(np.float32) if tensor.kind == "state" else self.dtype
 
     def grow(self, rows: int, positions: int, most: int) -> None:
-        """Make room for ``rows`` rows of ``positions`` in steps, the last of which ends at ``most``."""
+        """Make room for ``rows`` rows of ``positions``, rounded up (:func:`next_capacity`) to at most ``most``."""
         if rows > self.rows or positions > self.capacity:
             self.reserve(rows, next_capacity(positions, most))
 
@@ -184,15 +176,9 @@ class KVCache(ABC):
     def _grow(self, rows: int, capacity: int) -> None:
         """Move to memory of another size, with what is written; a failure changes nothing."""
 
-    def tell(self, reader: Callable[[], None]) -> None:
-        """Call ``reader``, too, before memory moves."""
-        forget = self._forget
-
-        def tell_both() -> None:
-            forget()
-            reader()
-
-        self._forget = tell_both
+    def _announce_move(self) -> None:
+        for announce in self.on_move:
+            announce()
 
     def close(self) -> None:
         """Free everything; the cache then has no rows."""
@@ -286,7 +272,7 @@ class KVCache(ABC):
         self._note_written(target, end)
 
     def swap(self, one: int, its_end: int, other: int, others_end: int) -> None:
-        """Exchange two rows, of each of which so many positions count."""
+        """Exchange two rows, up to the end of each."""
         for row, end in ((one, its_end), (other, others_end)):
             self._check_range(row, 0, end)
             self._check_resumable(row, end)

@@ -4,14 +4,15 @@ The digest is BLAKE2b (RFC 7693, https://www.rfc-editor.org/rfc/rfc7693) of key,
 is named by its chain hash, the digest of its parent's chain hash and its own tokens: equal names mean equal tokens from
 the first one on.
 
-Digests show damage, not who computed the values: whoever writes a file also writes its digests. So a file is believed
-only if nobody but this user and the administrator can have written it.
+Digests show damage, not who computed the values. So a file is used only if this user or the administrator owns it and
+no other user can write it.
 """
 
 import io
 import json
 import os
 import stat
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,15 @@ DIGEST_BYTES = 16
 HEAD_BYTES = 256  # what a file takes beside its values, at most
 STAGING = ".staging-"
 
+NO_NAMES = ("",)  # of chains of a model without adapter or scope
+
 # Shape and type of a block.
 Form = tuple[tuple[int, ...], np.dtype[Any]]
 
 
-def root_hash(key: str, scope: str | None = None, adapter: str = "") -> bytes:
-    """The beginning of one model's chains, of those that share a scope and an adapter, named by its hash; the key names
-    everything else that cached values depend on."""
-    named = [key, adapter] if scope is None else [key, adapter, scope]
-    return _digest(json.dumps(named).encode())
+def root_hash(key: str, names: Sequence[str] = NO_NAMES) -> bytes:
+    """The beginning of a model's chains: ``key`` and ``names`` tell all that cached values depend on, beside tokens."""
+    return _digest(json.dumps([key, *names]).encode())
 
 
 def chain_hashes(parent: bytes, tokens: NDArray[np.int64], block: int) -> list[bytes]:
@@ -61,10 +62,8 @@ class UnreadableError(Exception):
 
 
 def write_block(path: Path, root: bytes, chain: bytes, block: NDArray[Any]) -> None:
-    """Write a file beside its place and rename it: whoever looks sees nothing or all of it.
-
-    It is not synced: what a crash leaves of it shows as damage.
-    """
+    """Write a file under another name and rename it, so that readers see nothing or all of it. It is not synced: a
+    file cut by a crash shows as damage."""
     values, head = np.ascontiguousarray(block), io.BytesIO()
     npy.write_array_header_1_0(head, npy.header_data_from_array_1_0(values))
     raw = values.reshape(-1).view(np.uint8).data
@@ -94,15 +93,15 @@ def read_block(path: Path, root: bytes, chain: bytes, max_bytes: int) -> NDArray
 def check_owner(status: os.stat_result) -> None:
     """Raise UnreadableError for what belongs to, or may be written by, others than this user and the administrator."""
     if status.st_uid not in (os.geteuid(), 0):
-        said = f"it belongs to user {status.st_uid}, expected {os.geteuid()}, who runs this"
-        raise UnreadableError(said, damaged=False)
+        reason = f"it belongs to user {status.st_uid}, expected {os.geteuid()}, who runs this"
+        raise UnreadableError(reason, damaged=False)
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        said = f"its mode {stat.S_IMODE(status.st_mode):03o} lets others write it, expected 600"
-        raise UnreadableError(said, damaged=False)
+        reason = f"its mode {stat.S_IMODE(status.st_mode):03o} lets others write it, expected 600"
+        raise UnreadableError(reason, damaged=False)
 
 
 def _digest(*parts: bytes | memoryview) -> bytes:
-    found = blake2b(digest_size=DIGEST_BYTES)
+    digest = blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
-        found.update(part)
-    return found.digest()
+        digest.update(part)
+    return digest.digest()

@@ -14,7 +14,7 @@ from llmc.runtime.host.cuda import Driver
 from llmc.runtime.kv.budget import round_up
 from llmc.runtime.kv.cache import KVCache, Values
 
-# Of pinned memory through which positions are read and written; longer ranges go in pieces.
+# Pinned memory through which positions are read and written; longer ranges go in pieces.
 STAGING_BYTES = 16 * 2**20
 # Kernels read whole vectors, so every tensor begins on such a boundary, as memory of cuMemAlloc does; TensorRT asks it
 # of the memory that its contexts work in, too.
@@ -72,7 +72,7 @@ class DeviceCache(KVCache):
 
     def _grow(self, rows: int, capacity: int) -> None:
         """All of the new memory is there, zeroed, before any of the old goes: both count for a moment."""
-        self._forget()
+        self._announce_move()
         *starts, size = self._places(rows, capacity)
         fresh = self._allocate(size)
         for tensor, start in enumerate(starts):
@@ -148,8 +148,8 @@ class DeviceCache(KVCache):
     def _stage_parts(
         self, values: Values, start: int, end: int, first: int, last: int
     ) -> Iterator[tuple[Values, Values]]:
-        """Of each tensor the pinned memory for the positions ``first`` ... ``last - 1``, and their place in ``values``,
-        which has those from ``start`` to ``end``."""
+        """Per tensor: pinned memory for the positions ``first`` ... ``last - 1``, and a view of them in ``values``, of
+        the positions ``start`` ... ``end - 1``."""
         size = self._layout.size(last - first)
         if size * self._itemsize > self._staged:
             fresh = self._driver.alloc_host(size * self._itemsize)

@@ -49,7 +49,7 @@ class HostCache(KVCache):
             for item in copied
         }
         mapped = iter(() if self._pages is None else self._pages.resize(rows, capacity + spare))
-        self._forget()
+        self._announce_move()
         before, tensors = list(self.arrays), list(self.tensors)
         room = [found[item][0] if item in found else next(mapped) for item in tensors]
         self._memory = [found[item][1] for item in copied]
@@ -163,7 +163,7 @@ class LentCache(HostCache):
         super().__init__(manifest)
         names = [tensor.past for tensor in of.tensors]
         self._of, self._places = of, [names.index(tensor.past) for tensor in self.tensors]
-        of.tell(self.close)
+        of.on_move.append(self.close)
 
     def begin(self, first_row: int, past_lengths: Sequence[int], count: int) -> list[int]:
         """The position after each row's new tokens, which have no keys and values."""

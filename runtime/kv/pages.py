@@ -122,7 +122,7 @@ class Pages:
         self._map(target, self._own[target], (slot, min(held, end)), whole=False)
 
     def first_unshared(self, tensor: int, row: int) -> int:
-        """The first position of a tensor's row of which a part lies in a page of its own."""
+        """The first position of a tensor's row that lies in a page of its own, in part at least."""
         width = self._tensors[tensor].width
         return whole_pages(0, self.shares(row) * width)[1] // width
 
@@ -161,8 +161,7 @@ class Pages:
             self._punch(start + begin, end - begin)
 
     def _map(self, row: int, slot: int, common: tuple[int, int] | None, whole: bool = True) -> None:
-        """Map a row's common pages and, of the ``whole`` row, the rest of its slot; a row of which that fails has to be
-        renewed."""
+        """Map a row's common pages and, for the ``whole`` row, the rest of its slot. If it fails, renew the row."""
         self._own[row], self._common[row] = slot, (slot, 0)
         for it, view in zip(self._tensors, self._views, strict=True):
             address = view.address + row * it.heads * view.stride

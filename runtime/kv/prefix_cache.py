@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.runtime.kv.cache_file import Form, chain_hashes, root_hash, states_hash
+from llmc.runtime.kv.cache_file import NO_NAMES, Form, chain_hashes, root_hash, states_hash
 from llmc.runtime.kv.prefix_store import PrefixStore
 
 BLOCK = 32
@@ -34,17 +34,11 @@ class _Node:
 
 @dataclass(frozen=True)
 class Match:
-    """A cached prefix.
+    """A cached prefix."""
 
-    Attributes:
-        length: tokens, a multiple of the block size; 0 when nothing is cached.
-        blocks: what the cache holds of each block, [values] in its own layout; read-only.
-        states: those after the last of them, None of a cache without states.
-    """
-
-    length: int
-    blocks: tuple[NDArray[Any], ...]
-    states: NDArray[np.float32] | None = None
+    length: int  # tokens, a multiple of the block size; 0 when nothing is cached
+    blocks: tuple[NDArray[Any], ...]  # [values] of each block in the KV cache's layout; read-only
+    states: NDArray[np.float32] | None = None  # after the last block; None of a cache without states
 
 
 class PrefixCache:
@@ -86,16 +80,16 @@ class PrefixCache:
 
     @contextmanager
     def match(
-        self, tokens: Sequence[int], limit: int | None = None, scope: str | None = None, adapter: str = ""
+        self, tokens: Sequence[int], limit: int | None = None, names: Sequence[str] = NO_NAMES
     ) -> Iterator[Match]:
         """The longest cached prefix of ``tokens`` in whole blocks, in memory or on disk; kept in memory until the block
         ends.
 
         Args:
             limit: tokens at most; all of them by default.
-            scope, adapter: only what was inserted with the same ones is found; an adapter is named by its hash.
+            names: all else that the values depend on; blocks inserted with other names are not used.
         """
-        root, _, hashes = self._hashes(tokens, limit, scope, adapter)
+        root, hashes = self._hashes(tokens, limit, names)
         path = self._path(hashes)
         self._pin(path)
         try:
@@ -138,8 +132,7 @@ class PrefixCache:
         self,
         tokens: Sequence[int],
         read: Read,
-        scope: str | None = None,
-        adapter: str = "",
+        names: Sequence[str] = NO_NAMES,
         whole_from: int = 0,
         states: NDArray[np.float32] | None = None,
     ) -> int:
@@ -149,11 +142,11 @@ class PrefixCache:
         Args:
             read: gives the blocks of a span of positions, which nobody changes any more; called once, if a block is
                 missing.
-            scope, adapter: as of :meth:`match`.
+            names: as of :meth:`match`.
             whole_from: the first position that it can read; where blocks before it are missing, nothing is added.
             states: those after the tokens, which are whole blocks then.
         """
-        root, _, hashes = self._hashes(tokens, None, scope, adapter)
+        root, hashes = self._hashes(tokens, None, names)
         path = self._path(hashes)
         self._pin(path)
         try:
@@ -171,13 +164,11 @@ class PrefixCache:
             self._unpin(path)
         return len(path) * self.block
 
-    def _hashes(
-        self, tokens: Sequence[int], limit: int | None, scope: str | None, adapter: str
-    ) -> tuple[bytes, NDArray[np.int64], list[bytes]]:
-        root = root_hash(self.key, scope, adapter)
+    def _hashes(self, tokens: Sequence[int], limit: int | None, names: Sequence[str]) -> tuple[bytes, list[bytes]]:
+        root = root_hash(self.key, names)
         length = len(tokens) if limit is None else max(0, min(limit, len(tokens)))
         ids = np.asarray(tokens[: length - length % self.block], np.int64)
-        return root, ids, chain_hashes(root, ids, self.block)
+        return root, chain_hashes(root, ids, self.block)
 
     def _path(self, hashes: Sequence[bytes]) -> list[_Node]:
         path = []

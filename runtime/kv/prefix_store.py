@@ -21,11 +21,11 @@ from llmc.runtime.kv.cache_file import HEAD_BYTES, STAGING, UnreadableError, che
 
 log = logging.getLogger(__name__)
 
-# How often a file is marked as used, and the bytes on disk are counted, for other processes write there, too.
+# Interval at which files are marked as used and bytes on disk counted: other processes write there, too.
 TOUCH_S = 60.0
-# Nobody takes longer to write one file; its writer was killed.
+# No process takes longer to write one file; its writer was killed.
 ABANDONED_S = 600.0
-# After a failed write the disk is left alone for so long.
+# Pause after a failed write.
 PAUSE_S = 60.0
 
 _OUR_FOLDER = re.compile(r"[0-9a-f]{32}")
@@ -34,11 +34,11 @@ _OUR_FILE = re.compile(r"[0-9a-f]{32}(-[0-9a-f]{32})?\.kv")  # those with two na
 
 @dataclass(frozen=True)
 class _Job:
-    """Blocks to be written, by their chain hashes; ``hashes`` are those of the whole chain."""
+    """Blocks to be written."""
 
     root: bytes
-    hashes: Sequence[bytes]
-    absent: dict[bytes, NDArray[Any]]
+    hashes: Sequence[bytes]  # of the whole chain
+    absent: dict[bytes, NDArray[Any]]  # the blocks by their chain hashes
 
     @property
     def nbytes(self) -> int:

@@ -5,6 +5,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llmc.runtime.kv.cache import KVCache
 from llmc.runtime.vision.rows import ImageRows
 
@@ -15,38 +18,26 @@ class TornError(Exception):
 
 @dataclass(frozen=True)
 class Window:
-    """A call of a diffusion model: ``tokens`` from the position ``start`` of a row on, which see the ``seen`` first
-    positions of it; logits are wanted of those numbered ``outputs``."""
+    """A call of a diffusion model for one row."""
 
-    start: int
+    start: int  # position of the first token
     tokens: list[int]
-    seen: int
-    outputs: list[int]
+    outputs: list[int]  # indices of the tokens whose logits are wanted
+    feeds: dict[str, NDArray[Any]]  # further inputs by name
 
 
 @dataclass(eq=False)
 class Slot:
-    """A sequence of tokens of which a prefix lies in a row of the cache.
+    """A sequence of tokens whose beginning lies in a row of the cache."""
 
-    Attributes:
-        context: the tokens that the row holds or will hold, in order.
-        cached: how many of them are in the row. A sequence that decodes has all but the last.
-        row: its row, -1 without one.
-        drafts: guesses at its next tokens, to be verified in this step.
-        stop: a position at which a call that feeds the context ends, 0 for none.
-        images: what some of the tokens stand for.
-        window: of a diffusion model, the call of this step.
-        together: whether it goes on in the same step as the others of its request.
-    """
-
-    context: Sequence[int]
-    cached: int = 0
-    row: int = -1
-    drafts: list[int] = field(default_factory=list)
-    stop: int = 0
-    images: ImageRows | None = None
-    window: Window | None = None
-    together: ClassVar[bool] = False
+    context: Sequence[int]  # the tokens that the row holds or will hold
+    cached: int = 0  # number of them in the row: all but the last of a sequence that decodes
+    row: int = -1  # its row, -1 without one
+    drafts: list[int] = field(default_factory=list)  # guesses at its next tokens, to be verified in this step
+    stop: int = 0  # position at which a call that feeds the context ends, 0: none
+    images: ImageRows | None = None  # the images that some tokens stand for
+    window: Window | None = None  # this step's call of a diffusion model
+    together: ClassVar[bool] = False  # whether it steps with the others of its request
 
     @property
     def ranks(self) -> bool:
@@ -59,17 +50,27 @@ class Slot:
         return None
 
     @property
+    def is_fed_alone(self) -> bool:
+        """True if its prompt shares no call: it has images, or an adapter, which take graphs of their own."""
+        return self.images is not None or self.adapter is not None
+
+    @property
     def text_length(self) -> int:
         """Tokens of its text, by which ropes switch."""
         return len(self.context)
+
+    def feeds(self, start: int, end: int) -> dict[str, NDArray[Any]]:
+        """Inputs that it brings to a call of its tokens ``start`` ... ``end - 1``, by name, of one row each."""
+        images = {} if self.images is None else self.images.feeds(start, end)
+        return {"text_lengths": np.array([self.text_length]), **images}
 
 
 _S = TypeVar("_S", bound=Slot)
 
 
 class Rows(Generic[_S]):
-    """Rows of the cache, packed: sequences that decode first, so that one call serves them all, then those whose prompt
-    is being fed. Whoever leaves a gap is followed by the last one, whose positions are copied."""
+    """Rows of the cache, packed: first the sequences that decode, so that one call serves them all, then those whose
+    prompt is being fed. A row that becomes free is filled with the positions of the last one."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -117,9 +118,9 @@ class Rows(Generic[_S]):
         child.cached = 0
         self.admit(child)
         self.promote(child)
-        self.share(parent, child, 0, cached)
+        self.copy(parent, child, 0, cached)
 
-    def share(self, source: _S, target: _S, start: int, cached: int) -> None:
+    def copy(self, source: _S, target: _S, start: int, cached: int) -> None:
         """Make ``target`` equal to ``source`` up to ``cached`` positions; they are known to agree before ``start``."""
         if start < cached or not self._cache.can_rewind:
             with moving():
@@ -138,7 +139,7 @@ class Rows(Generic[_S]):
         self._cache.release(len(self._order))
 
     def hand_on(self, slot: _S, heir: _S, cached: int) -> None:
-        """Give the row of ``slot`` to ``heir``, who keeps its first ``cached`` positions."""
+        """Give the row of ``slot`` to ``heir``, with its first ``cached`` positions."""
         assert cached <= slot.cached and self.can_fork(slot, cached)
         self._order[slot.row] = heir
         heir.row, slot.row, heir.cached = slot.row, -1, cached
@@ -150,7 +151,7 @@ class Rows(Generic[_S]):
         self._decoding = 0
 
     def _move(self, source: int, target: int) -> int:
-        """Put who is at ``source`` to ``target``, and say which row that leaves free."""
+        """Move the row ``source`` to ``target``; return the row that is free then."""
         if source != target:
             slot = self._order[source]
             with moving():
@@ -171,7 +172,7 @@ class Rows(Generic[_S]):
 
 @contextmanager
 def moving() -> Iterator[None]:
-    """Turn any error into a TornError: one sequence's positions may lie in another one's row."""
+    """Turn any error into a TornError, after which positions may lie in the wrong row."""
     try:
         yield
     except TornError:

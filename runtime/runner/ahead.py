@@ -17,7 +17,7 @@ _S = TypeVar("_S", bound=Slot)
 
 @dataclass(frozen=True)
 class _Step(Generic[_S]):
-    """The call of a group that was begun, and where each of its sequences stood."""
+    """A pending call of a group, and where each of its sequences stood."""
 
     group: list[_S]
     places: list[tuple[int, int]]
@@ -25,16 +25,16 @@ class _Step(Generic[_S]):
 
     @property
     def holds(self) -> bool:
-        """False once a row moved, or left: the stages before then have the group's rows in other places."""
+        """False once a row moved or left: then the earlier stages have the group's rows in other places."""
         return self.places == [(sequence.row, sequence.cached) for sequence in self.group]
 
 
 class StepsAhead(Generic[_S]):
     """Groups of rows that take turns: while the last stage computes one's step, those before it compute the others'.
 
-    A step of which a row has moved meanwhile is forgotten and begun anew, which writes the same positions of the caches
-    again. With drafts, and where rows go on together, steps go through whole; and those of few rows, which also tell
-    what a step costs: without that nobody drafts.
+    If a row moved, its pending step is dropped and started again; it rewrites the same cache positions. Steps with
+    drafts, of rows that go on together or of few rows are not divided. (Undivided steps tell what a step costs, which
+    drafting needs to know.)
 
     Args:
         begin: starts the step of a group, in the stages before the last, where so many rows decode in all.
@@ -46,8 +46,8 @@ class StepsAhead(Generic[_S]):
         self._under_way: deque[_Step[_S]] = deque()
 
     def next(self, sequences: Sequence[_S]) -> tuple[list[_S], Batch] | None:
-        """The group whose step is to be finished now, and its call, after the others' were begun; None for a step in
-        one piece. ``sequences`` are all that decode, in rows side by side."""
+        """The group whose step is finished next, and its call, after the other groups' calls were started; None for an
+        undivided step. ``sequences`` are all that decode, in rows side by side."""
         count = min(self._most, len(sequences) // LEAST_ROWS)
         if count < 2 or any(sequence.drafts or sequence.together for sequence in sequences):
             self._under_way.clear()

@@ -4,12 +4,11 @@ from bisect import bisect_left, insort
 from collections import defaultdict, deque
 
 WINDOW = 5
-"""Last observations of a shape, of which the median counts."""
+"""Last observations of a shape that the median is taken of."""
 WEIGHT = 0.3
-"""Of the newest median in the moving average: speed that changes for good shows after some ten calls."""
+"""Weight of the newest median in the moving average: a lasting change of speed shows after some ten calls."""
 OLD = 4096
-"""Observations of any shape after which those of one that was not among them no longer count for much: the machine may
-have been busy."""
+"""Observations of other shapes after which a shape's own are too old to count: the machine may have been busy."""
 
 
 class StepCosts:

@@ -10,12 +10,14 @@ unpacked in pairs of rows, the odd last row differs from the paired ones.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, takewhile
+from functools import partial
+from itertools import groupby
 from typing import Any, TypeVar
 
 import numpy as np
 
 from llmc.bundle import Manifest
+from llmc.bundle.contract import BROUGHT, INPUTS
 from llmc.bundle.model.diffusion import MOST_MASKS
 from llmc.runtime.api.options import Determinism, in_pairs
 from llmc.runtime.kv.rows import Rows, Slot, Window
@@ -24,11 +26,10 @@ from llmc.runtime.runner.ahead import StepsAhead
 from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.runner.prefill import Floats, list_sharing, make_shared_batch, prefill
 from llmc.runtime.sessions import Batch, Phase, Session
-from llmc.runtime.vision.rows import place_rows
 
-# From so many tokens in a call the W8A8 graph of prefill replaces the weight-only graph of decode, by the bits
-# of the latter. The figures are fixed, so that a request gives the same tokens tomorrow. One thread's time is the same
-# on both between 3 and 4 tokens (int8) and 5 and 6 (int4); with more threads the many small nodes of W8A8 count more.
+# From so many tokens in a call the W8A8 graph of prefill replaces the weight-only graph of decode, by the precision of
+# the latter. The figures are fixed, so that a request gives the same tokens tomorrow. One thread takes the same time on
+# both between 3 and 4 tokens (int8) and 5 and 6 (int4); with more threads the many small nodes of W8A8 count more.
 PREFILL_GRAPH_FROM = {"int8": 5, "int4": 6}
 NEVER = 1 << 30
 # Tokens per call where every position's logits are asked for: 32 x 152k float32 are 20 MB.
@@ -36,31 +37,23 @@ CHUNK_WITH_ALL_LOGITS = 32
 
 
 _S = TypeVar("_S", bound=Slot)
+Watch = Callable[[Slot, int, Floats], None]
+"""Called for each row of a call with its slot, the first position and hidden states [n, W] of its tokens, if the
+session gives them; only of tokens with logits if layers share caches."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The shapes of calls that keep the promise of a level of determinism, on the kernels of a bundle.
+    """The shapes of calls that keep the promise of a level of determinism, on the kernels of a bundle."""
 
-    Attributes:
-        prefill_graph_from: tokens from which a step of decoding runs on the graph of prefill.
-        in_pairs: batches have an even number of rows; an odd one runs with the row after it.
-        row_by_row: every row has a call of its own.
-        even: which has an even number of tokens: the last may be a dummy, whose position is written again.
-        shares_prefill: prompts that wait together may be fed in one call.
-        shares_windows: windows of as many tokens may.
-        adapters_apart: rows with adapters, whose graph is another one, share no call with rows without.
-        turns: into so many groups rows are divided that take turns in a model's stages; 1 of any other model.
-    """
-
-    prefill_graph_from: int = NEVER
-    in_pairs: bool = False
-    row_by_row: bool = False
-    even: bool = False
-    shares_prefill: bool = False
-    shares_windows: bool = False
-    adapters_apart: bool = False
-    turns: int = 1
+    prefill_graph_from: int = NEVER  # tokens from which a decode step runs on the graph of prefill
+    in_pairs: bool = False  # batches have an even number of rows; an odd one runs with the row after it
+    row_by_row: bool = False  # every row has a call of its own
+    even: bool = False  # calls of one row have an even number of tokens; the last may be a dummy, written again later
+    shares_prefill: bool = False  # prompts that wait together may be fed in one call
+    shares_windows: bool = False  # windows of equal length may share a call
+    adapters_apart: bool = False  # rows with adapters, which take another graph, share no call with rows without
+    turns: int = 1  # groups of rows that take turns in a model's stages
 
     @classmethod
     def of(cls, level: Determinism, session: Session, manifest: Manifest, max_rows: int) -> "Policy":
@@ -111,51 +104,45 @@ class ModelRunner:
         self._policy = Policy.of(level, session, manifest, max_rows)
         self._has_states = manifest.geometry.has_states
         self.long_after = manifest.geometry.long_after
+        self._asks_more = any(it.when(manifest.geometry) for it in INPUTS.values() if it not in BROUGHT)
         self._gives_last_rows = manifest.geometry.shares
         self._strict = level is Determinism.STRICT
         self._last = _zeros(0, Phase.DECODE, 0)  # step without drafts
         turns = self._policy.turns
         self._ahead: StepsAhead[Any] | None = StepsAhead(self._begin, turns) if turns > 1 else None
-        self._begun: Batch | None = None  # the call of the group that :meth:`divide` named
-        self.watch: Callable[[Slot, int, Floats], None] | None = None
-        """Gets the hidden states [n, W] of the tokens of each row of a call, if the session gives them; where layers
-        read caches of others, of those with logits, which follow one another."""
+        self.watch: Watch | None = None
 
     def reserve(self, rows: int, positions: int) -> None:
         """Make room for so many rows and positions, and for the dummies that the policy adds."""
         rows += rows % 2 if self._policy.in_pairs else 0
         self.session.cache.grow(rows, max(1, positions + self._strict), self.max_context)
 
-    def prefill(self, sequence: Slot, every: bool = False) -> Floats:
-        """Feed the next chunk of a sequence; logits [O, V] of ``every`` new position, or of the context's last one, of
-        which the session may give candidates [O]."""
-        size = min(self._chunk, CHUNK_WITH_ALL_LOGITS) if every else self._chunk
-        slots = [] if every else [sequence]
-        return next(prefill(lambda call: self._run(call, slots), sequence, size, every=every))
+    def prefill(self, sequences: Sequence[Slot], every: bool = False) -> list[Floats]:
+        """Feed the next chunk of one sequence, or the whole contexts of several that share a call.
 
-    def share(self, waiting: Sequence[_S]) -> list[_S]:
-        """The first of those who wait for their first chunk, in rows side by side, and those who share its call."""
-        if not self._policy.shares_prefill or (waiting and waiting[0].adapter is not None):
-            return list(waiting[:1])
-        plain = list(takewhile(lambda sequence: sequence.adapter is None, waiting))
-        return list_sharing(plain, self._chunk, self.session.cache.capacity)
-
-    def prefill_together(self, sequences: Sequence[Slot]) -> Floats:
-        """Feed the whole contexts of those who share a call; logits [B, V] after each, which the next call may
-        overwrite."""
-        logits = self._run(make_shared_batch(sequences))[:, 0]
-        for sequence in sequences:
-            sequence.cached = len(sequence.context)
-        return logits
-
-    def divide(self, sequences: Sequence[_S]) -> Iterator[list[_S]]:
-        """Sequences that can share a call: in rows side by side, with one token each, or with windows of one length.
-
-        Where groups of rows take turns, only those whose turn it is; :meth:`execute` is to be called before the next.
+        Returns for each of them logits [O, V] of ``every`` new position, or of the context's last one, of which the
+        session may give candidates [O]; the next call may overwrite them.
         """
+        if len(sequences) > 1:
+            logits = [*self._run(make_shared_batch(sequences))]
+            for sequence in sequences:
+                sequence.cached = len(sequence.context)
+            return logits
+        size = min(self._chunk, CHUNK_WITH_ALL_LOGITS) if every else self._chunk
+        slots = [] if every else sequences
+        return [next(prefill(lambda call: self._run(call, slots), sequences[0], size, every=every))]
+
+    def group_prefill(self, waiting: Sequence[_S]) -> list[_S]:
+        """The first sequences of ``waiting``, in rows side by side with nothing fed yet, that share its first call."""
+        most = len(waiting) if self._policy.shares_prefill else 1
+        return list_sharing(waiting[:most], self._chunk, self.session.cache.capacity)
+
+    def divide(self, sequences: Sequence[_S]) -> Iterator[tuple[list[_S], Callable[[], Floats]]]:
+        """Calls of a step, each with its sequences: in rows side by side, with one token each, or with windows of one
+        length. Where groups of rows take turns, only the call of the group whose turn it is."""
         if self._ahead is not None and (turn := self._ahead.next(sequences)) is not None:
-            group, self._begun = turn
-            yield group
+            group, begun = turn
+            yield group, partial(self._run, begun)
             return
 
         def kind(sequence: _S) -> tuple[bool, int, bool]:
@@ -168,21 +155,23 @@ class ModelRunner:
             if tokens:
                 masks = max(len(sequence.window.outputs) for sequence in group if sequence.window)
                 most = max(1, min(self._chunk // tokens, MOST_MASKS // masks)) if self._policy.shares_windows else 1
-            yield from (group[start : start + most] for start in range(0, len(group), most))
+            for start in range(0, len(group), most):
+                part = group[start : start + most]
+                yield part, partial(self.execute, part)
 
     def execute(self, call: Sequence[Slot]) -> Floats:
-        """Feed last tokens and drafts, or windows, of one of :meth:`divide`; logits [B, 1 + drafts, V] or candidates
-        [B, 1 + drafts], or logits of a window's outputs first and then any, which the next call may overwrite."""
-        if (begun := self._begun) is not None:
-            self._begun = None
-            return self._run(begun)
+        """Feed last tokens and drafts, or windows, of sequences that share a call.
+
+        Returns logits [B, 1 + drafts, V] or candidates [B, 1 + drafts]; of windows logits of their outputs, followed by
+        any others. The next call may overwrite them.
+        """
         if windows := [slot.window for slot in call if slot.window is not None]:
             return self._run(make_window_batch(windows, call[0].row))
         if len(call) == 1 and call[0].drafts:
             return self._verify(call[0], call[0].drafts)[None]
         if self._policy.row_by_row:
             return self._one_by_one(call)
-        return self._run(_complete(self._step(call, self.phase(len(call))), call), call)
+        return self._run(self._step(call, self.phase(len(call))), call)
 
     def _begin(self, group: Sequence[Slot], rows: int) -> Batch:
         self._last = _zeros(0, Phase.DECODE, 0)  # another's are under way
@@ -202,16 +191,19 @@ class ModelRunner:
             neighbour = self._rows.at(call[-1].row + 1)
             lengths[-1] = 0 if neighbour is None else neighbour.cached
             if self._has_states:  # which stay as they are
-                return replace(last, new_lengths=np.array([1] * len(call) + [0], np.int64))
-        return self._name_texts(last, call)
+                last = last.feed(new_lengths=np.array([1] * len(call) + [0], np.int64))
+        return self._complete(last, call)
 
-    def _name_texts(self, batch: Batch, call: Sequence[Slot]) -> Batch:
-        """Say how long the text of each row is, and of any other that one comes with, where ropes switch by that."""
-        if not self.long_after:
-            return batch
-        lengths = [slot.text_length for slot in call]
-        lengths += [1] * (len(batch.input_ids) - len(lengths))
-        return replace(batch, text_lengths=np.array(lengths, np.int64))
+    def _complete(self, call: Batch, slots: Sequence[Slot]) -> Batch:
+        """A call with the inputs and the adapters that its first rows bring; rows behind these are dummies."""
+        if self._asks_more:
+            starts, tokens = call.past_lengths.tolist(), call.input_ids.shape[1]
+            pairs = zip(slots, starts, strict=False)
+            call = call.feed_rows([slot.feeds(start, start + tokens) for slot, start in pairs])
+        adapters = [slot.adapter for slot in slots]
+        if not any(adapters):
+            return call
+        return replace(call, adapters=(*adapters, *[None] * (len(call.input_ids) - len(adapters))))
 
     def phase(self, tokens: int) -> Phase:
         """The graph for a call of so many tokens."""
@@ -225,7 +217,7 @@ class ModelRunner:
         return self.costs.predict(self.phase(rows), rows + (rows % 2 if self._policy.in_pairs else 0), 1)
 
     def accept(self, sequence: Slot, tokens: int) -> None:
-        """Of the last token and drafts that :meth:`execute` fed, keep the first ``tokens``."""
+        """Keep the first ``tokens`` of the last token and drafts that :meth:`execute` fed."""
         if sequence.drafts and self._has_states:
             self.session.accept(sequence.row, sequence.cached, tokens)
 
@@ -238,29 +230,27 @@ class ModelRunner:
         padded = tokens + [0] * (len(tokens) % 2 if self._policy.even else 0)
         indices = np.arange(len(padded), dtype=np.int64)[None]
         ids, past = np.array([padded], np.int64), np.array([sequence.cached], np.int64)
-        new = np.array([len(tokens)], np.int64) if self._has_states else None
-        provisional = bool(drafts) and self._has_states
-        found = Batch(self.phase(len(padded)), ids, past, indices, sequence.row, new, provisional=provisional)
-        slots = [sequence]
-        logits: Floats = self._run(_complete(self._name_texts(found, slots), slots), slots if drafts else [])[0]
+        found = Batch.of(self.phase(len(padded)), ids, past, indices, sequence.row)
+        if self._has_states:
+            found = replace(found.feed(new_lengths=np.array([len(tokens)], np.int64)), provisional=bool(drafts))
+        logits: Floats = self._run(self._complete(found, [sequence]), [sequence] if drafts else [])[0]
         return logits[: len(tokens)]
 
     def _run(self, call: Batch, slots: Sequence[Slot] = ()) -> Floats:
-        """Make a call; of ``slots`` some may do with candidates."""
+        """Make a call; some of ``slots`` may do with candidates instead of logits."""
         rows, tokens = call.input_ids.shape
         run = self.session.rank if any(slot.ranks for slot in slots) else self.session.run
         start = time.perf_counter()
         logits: Floats = run(call)
         seconds = time.perf_counter() - start
         shape = rows, tokens
-        if call.new_lengths is not None and 1 not in shape:  # padding costs next to nothing: as if in one row
-            shape = 1, int(call.new_lengths.sum())
+        if "new_lengths" in call.feeds and 1 not in shape:  # padding costs next to nothing: as if in one row
+            shape = 1, sum(call.counts)
         if call.begun is None:  # a part of others was computed meanwhile
             self.costs.observe(call.phase, *shape, seconds)
         self._metrics.step(call.phase.value, seconds, rows)
         if self.watch is not None and self.session.hidden is not None and self.session.hidden.size:
-            counts = [tokens] * rows if call.new_lengths is None else call.new_lengths.tolist()
-            for row, (past, count) in enumerate(zip(call.past_lengths.tolist(), counts, strict=True)):
+            for row, (past, count) in enumerate(zip(call.past_lengths.tolist(), call.counts, strict=True)):
                 if (slot := self._rows.at(call.first_row + row)) is not None:
                     first = past + int(call.logit_indices[row, 0]) if self._gives_last_rows else past
                     self.watch(slot, first, self.session.hidden[row, :count])
@@ -269,23 +259,13 @@ class ModelRunner:
 
 def _zeros(rows: int, phase: Phase, first_row: int) -> Batch:
     ids, lengths, indices = (np.zeros(shape, np.int64) for shape in ((rows, 1), rows, (rows, 1)))
-    return Batch(phase, ids, lengths, indices, first_row)
+    return Batch.of(phase, ids, lengths, indices, first_row)
 
 
 def make_window_batch(windows: Sequence[Window], first_row: int) -> Batch:
     """The call of windows of one length, with the logits of its last output again for one that has fewer."""
     most = max(len(window.outputs) for window in windows)
     outputs = [[*window.outputs, *window.outputs[-1:] * (most - len(window.outputs))] for window in windows]
-    fields = ([it.tokens for it in windows], [it.start for it in windows], outputs, [it.seen for it in windows])
-    ids, starts, asked, seen = (np.array(values, np.int64) for values in fields)
-    return Batch(Phase.PREFILL, ids, starts, asked, first_row, seen_lengths=seen)
-
-
-def _complete(call: Batch, sequences: Sequence[Slot]) -> Batch:
-    """A call with the adapters and the positions of its rows, of which the last may be a dummy."""
-    places = place_rows(call.past_lengths, call.input_ids.shape[1], [sequence.images for sequence in sequences])
-    call = call if places is None else replace(call, positions=places)
-    found = [sequence.adapter for sequence in sequences]
-    if not any(found):
-        return call
-    return replace(call, adapters=(*found, *[None] * (len(call.input_ids) - len(found))))
+    fields = [it.tokens for it in windows], [it.start for it in windows], outputs
+    ids, starts, asked = (np.array(values, np.int64) for values in fields)
+    return Batch.of(Phase.PREFILL, ids, starts, asked, first_row).feed_rows([it.feeds for it in windows])

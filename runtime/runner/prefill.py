@@ -1,4 +1,4 @@
-"""Prompts in chunks: the one way in which tokens get into a row, and a lone sequence that goes it for evaluation."""
+"""Prompts in chunks, for the engine and for one sequence at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,14 +11,13 @@ from numpy.typing import NDArray
 from llmc.errors import RequestError
 from llmc.runtime.kv.rows import Slot
 from llmc.runtime.sessions import Batch, Phase, Session
-from llmc.runtime.vision.rows import place_rows
 
 Floats = NDArray[np.float32]
 
 # Queries per tile of ONNX Runtime's attention on CPUs.
 ATTENTION_TILE = 64
-# Tokens of a call that prompts share. Beyond, reading weights is a sixth of its time (0.5B, int4, two cores), and those
-# who share it wait longer for the others than they would for their turn.
+# Most tokens of a call that prompts share. In larger calls reading weights is a sixth of the time (0.5B, int4, two
+# cores), and prompts wait longer for each other than for their turn.
 SHARED_TOKENS = 128
 
 _S = TypeVar("_S", bound=Slot)
@@ -27,13 +26,13 @@ _S = TypeVar("_S", bound=Slot)
 def prefill(
     run: Callable[[Batch], Floats], sequence: Slot, size: int, *, every: bool = False, phase: Phase = Phase.PREFILL
 ) -> Iterator[Floats]:
-    """Feed the tokens that are not in the row yet, one chunk for each item; its logits [O, V], which the next may
+    """Feed the tokens that are not in the row yet, a chunk for each item: its logits [O, V], which the next chunk may
     overwrite.
 
     Args:
         run: makes a call of the session.
         size: tokens per chunk; with the graph of decode there is one.
-        every: whether logits of all positions are wanted, and not of the context's last alone.
+        every: give logits of all positions, not only of the context's last.
         phase: names the graph.
     """
     total = len(sequence.context)
@@ -43,13 +42,8 @@ def prefill(
         end = end if sequence.images is None else sequence.images.fit_end(start, end, total)
         outputs = range(end - start) if every else [end - start - 1] if end == total else []
         ids = np.array([sequence.context[start:end]], np.int64)
-        call = replace(batch(phase, ids, [start], outputs, sequence.row), text_lengths=np.array([sequence.text_length]))
-        images = None if sequence.images is None else sequence.images.select(start, end)
-        places = place_rows(call.past_lengths, end - start, [sequence.images])
-        adapters = () if sequence.adapter is None else (sequence.adapter,)
-        if images or adapters or places is not None:
-            call = replace(call, embedded=images, adapters=adapters, positions=places)
-        logits = run(call)
+        call = batch(phase, ids, [start], outputs, sequence.row).feed(**sequence.feeds(start, end))
+        logits = run(call if sequence.adapter is None else replace(call, adapters=(sequence.adapter,)))
         sequence.cached = end
         yield logits[0]
 
@@ -68,20 +62,19 @@ def next_end(start: int, total: int, size: int) -> int:
 
 def batch(phase: Phase, ids: NDArray[np.int64], past: Sequence[int], outputs: Sequence[int], row: int = 0) -> Batch:
     """One row's call: ``ids`` [1, S] after ``past`` [1] positions, logits at ``outputs`` [O]."""
-    return Batch(phase, ids, np.asarray(past, np.int64), np.array([outputs], np.int64), row)
+    return Batch.of(phase, ids, np.asarray(past, np.int64), np.array([outputs], np.int64), row)
 
 
 def list_sharing(waiting: Sequence[_S], chunk: int, capacity: int) -> list[_S]:
-    """The waiting sequences, of which nothing was fed yet, from the first on that are fed whole in the same call:
-    within ``chunk`` tokens, padding included, and within the ``capacity`` of a row. One with images is fed alone.
-    """
+    """The first of ``waiting``, with nothing fed yet, that fit into one call whole: up to ``chunk`` tokens, padding
+    included, within the ``capacity`` of a row. See also :attr:`Slot.is_fed_alone`."""
     lengths = [len(sequence.context) - sequence.cached for sequence in waiting]
     tokens, widths = list(accumulate(lengths)), list(accumulate(lengths, max))
     past = list(accumulate((sequence.cached for sequence in waiting), max))
     count = 1
     while (
         count < len(waiting)
-        and waiting[0].images is waiting[count].images is None
+        and not (waiting[0].is_fed_alone or waiting[count].is_fed_alone)
         and tokens[count] <= min(SHARED_TOKENS, chunk)
         and widths[count] * (count + 1) <= chunk
         and past[count] + widths[count] <= capacity
@@ -91,16 +84,15 @@ def list_sharing(waiting: Sequence[_S], chunk: int, capacity: int) -> list[_S]:
 
 
 def make_shared_batch(sequences: Sequence[Slot]) -> Batch:
-    """The call that feeds what is left of each, with logits after its last token."""
+    """The call that feeds the rest of each sequence, with logits after its last token."""
     rest = [sequence.context[sequence.cached :] for sequence in sequences]
     lengths = np.array([len(tokens) for tokens in rest], np.int64)
     ids = np.zeros((len(rest), lengths.max()), np.int64)
     for row, tokens in zip(ids, rest, strict=True):
         row[: len(tokens)] = tokens
     past = np.array([sequence.cached for sequence in sequences], np.int64)
-    texts = np.array([sequence.text_length for sequence in sequences], np.int64)
-    outputs = lengths[:, None] - 1
-    return Batch(Phase.PREFILL, ids, past, outputs, sequences[0].row, new_lengths=lengths, text_lengths=texts)
+    call = Batch.of(Phase.PREFILL, ids, past, lengths[:, None] - 1, sequences[0].row, new_lengths=lengths)
+    return call.feed_rows([sequence.feeds(sequence.cached, len(sequence.context)) for sequence in sequences])
 
 
 class SingleRunner:
@@ -119,7 +111,7 @@ class SingleRunner:
         ``chunk`` tokens per call, by default :attr:`prefill_chunk`, on ``graph``.
         """
         self.reserve(len(prompt))
-        if self.session.diffuses:
+        if self.session.sees_all:
             return self._see_whole(prompt, [len(prompt) - 1], graph)
         size = chunk or self.prefill_chunk
         *_, logits = prefill(lambda call: self._run(replace(call, phase=graph)), Slot(prompt, row=0), size)
@@ -141,7 +133,7 @@ class SingleRunner:
     def logits(self, ids: Sequence[int], phase: Phase = Phase.PREFILL) -> Floats:
         """Logits after every token of ``ids`` [n, V], through the path that ``phase`` names."""
         self.reserve(len(ids))
-        if self.session.diffuses:
+        if self.session.sees_all:
             return np.array(self._see_whole(ids, range(len(ids)), phase)[0])
         parts = prefill(self._run, Slot(ids, row=0), self.prefill_chunk, every=True, phase=phase)
         return np.concatenate([logits.copy() for logits in parts])

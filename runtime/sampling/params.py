@@ -47,7 +47,7 @@ DEFAULTED = (*SAMPLED, "repetition_penalty", "no_repeat_ngram_size", "min_tokens
 _CUTS = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability")
 GUIDES = ("json_schema", "regex", "grammar", "choice")  # parameters that say which form the output has
 
-# The headings of the tables in runtime/README.md, which a test holds against the fields below.
+# Sections of runtime/README.md, whose tables are generated from the fields below.
 _end = partial(parameter, section="Length and end")
 _shape = partial(parameter, section="Distribution")
 _bias = partial(parameter, section="Repetition and bias")
@@ -68,151 +68,149 @@ class SamplingParams:
         UsageError: a value is out of its range or of another type, or two do not go together.
     """
 
-    max_tokens: int = _end(256, integer(1), "new tokens at most", common=True)
-    temperature: float = _shape(1.0, number(0), "divides the logits; 0 is greedy, whatever the cuts say", common=True)
+    max_tokens: int = _end(256, integer(1), "maximum number of new tokens", common=True)
+    temperature: float = _shape(1.0, number(0), "divides the logits; 0 is greedy decoding", common=True)
     top_k: int = _shape(
-        0, integer(0, note="0 keeps all"), "keep the k most probable tokens and their equals", common=True
+        0, integer(0, note="0 keeps all"), "keep the k most probable tokens, ties included", common=True
     )
     top_p: float = _shape(
         1.0,
         above(0, 1),
-        "keep a token if those strictly more probable hold less than this mass",
+        "keep the smallest set of most probable tokens with at least this total probability, ties included",
         source="[Holtzman et al.](https://arxiv.org/abs/1904.09751)",
         common=True,
     )
     min_p: float = _shape(
         0.0,
         number(0, 1),
-        "keep tokens at least this many times as probable as the most probable one",
+        "keep tokens with at least `min_p` times the top token's probability",
         source="[Nguyen et al.](https://arxiv.org/abs/2407.01082)",
         common=True,
     )
     seed: int | None = _shape(
         None,
         optional(integer(0, _UINT64_MAX, most="2**64 - 1")),
-        "same seed, same tokens; without one, the operating system gives one, which is reported",
+        "same seed, same tokens; None: a random seed, which the result reports",
         common=True,
     )
-    stop: tuple[str, ...] = _end((), _STOPS, "texts that end the output, and are not part of it", common=True)
+    stop: tuple[str, ...] = _end((), _STOPS, "texts that end the output; they are not part of it", common=True)
     stop_token_ids: tuple[int, ...] = _end(
-        (), tokens(_MOST_TOKENS), "tokens that end the output, beside the checkpoint's"
+        (), tokens(_MOST_TOKENS), "tokens that end the output, besides the checkpoint's"
     )
     ignore_eos: bool = _end(False, FLAG, "go on after the checkpoint's end-of-sequence tokens")
-    min_tokens: int = _end(
-        0, integer(0), "new tokens before one that ends the output may come", short="0 to `max_tokens`"
-    )
+    min_tokens: int = _end(0, integer(0), "number of new tokens before the output may end", short="0 to `max_tokens`")
     typical_p: float = _shape(
         1.0,
         above(0, 1),
-        "keep a token if those whose surprise is nearer to the entropy hold less than this mass",
+        "keep the smallest set of tokens with surprise closest to the entropy and at least this total probability",
         source="[Meister et al.](https://arxiv.org/abs/2202.00666)",
     )
     top_n_sigma: float = _shape(
         0.0,
         number(0, note="0 is off"),
-        "keep logits within so many standard deviations of the largest",
+        "keep logits within this many standard deviations of the largest",
         source="[Tang et al.](https://arxiv.org/abs/2411.07641)",
     )
     xtc_probability: float = _shape(
         0.0,
         number(0, 1),
-        "how often to drop all but the least probable of the tokens above `xtc_threshold`",
+        "probability of dropping all tokens above `xtc_threshold` except the least probable of them",
         source="[XTC](https://github.com/oobabooga/text-generation-webui/pull/6335)",
     )
     xtc_threshold: float = _shape(
         0.1,
         number(0, 1),
-        "probability that marks a top choice; above 0.5 nothing happens",
-        more=". The checkpoint's end-of-sequence tokens are protected, line ends, unlike in the original, are not",
+        "probability above which XTC may drop a token; above 0.5 XTC is off",
+        more=". End-of-sequence tokens are never dropped; line ends may be, unlike in the original",
     )
     mirostat: int = _shape(
         0,
         integer(0, 2, note="0 is off"),
-        "version of Mirostat, which steers the surprise of the output in place of the cuts",
+        "version of Mirostat, which holds the surprise of the output at a target; it replaces top-k and its like",
         more=", see [Mirostat](#mirostat)",
         source="[Basu et al.](https://arxiv.org/abs/2007.14966)",
     )
-    mirostat_tau: float = _shape(5.0, above(0, 100), "surprise that Mirostat aims at, in bits")
+    mirostat_tau: float = _shape(5.0, above(0, 100), "target surprise of Mirostat in bits")
     mirostat_eta: float = _shape(0.1, above(0, 1), "learning rate of Mirostat")
     repetition_penalty: float = _bias(
         1.0,
         number(0.01, 100),
-        "divides positive logits and multiplies negative ones of tokens in prompt and output",
+        "divides positive and multiplies negative logits of tokens in prompt and output",
         source="[Keskar et al.](https://arxiv.org/abs/1909.05858)",
         common=True,
     )
     presence_penalty: float = _bias(
-        0.0, number(-2, 2), "taken from the logit of every token of the output", source=_OPENAI
+        0.0, number(-2, 2), "subtracted from the logit of every token in the output", source=_OPENAI
     )
-    frequency_penalty: float = _bias(0.0, number(-2, 2), "the same for each time that it occurs", source=_OPENAI)
+    frequency_penalty: float = _bias(
+        0.0, number(-2, 2), "subtracted once for each time that the token occurs there", source=_OPENAI
+    )
     dry_multiplier: float = _bias(
         0.0,
         number(0, note="0 is off"),
-        "how strongly to forbid going on with a sequence that occurred before",
+        "strength of the penalty for continuing a sequence that occurred before",
         source="[DRY](https://github.com/oobabooga/text-generation-webui/pull/5677)",
     )
-    dry_base: float = _bias(1.75, number(1), "growth of that penalty with every token repeated")
-    dry_allowed_length: int = _bias(
-        2, integer(1), "longest repetition that is not punished more than by `dry_multiplier`"
-    )
-    dry_range: int = _bias(0, integer(0, note="0 looks at all"), "tokens looked back at")
+    dry_base: float = _bias(1.75, number(1), "growth of that penalty with every repeated token")
+    dry_allowed_length: int = _bias(2, integer(1), "length of a repetition from which on the penalty grows")
+    dry_range: int = _bias(0, integer(0, note="0 searches all"), "number of last tokens that are searched")
     dry_sequence_breakers: tuple[str, ...] = _bias(
-        ("\n", ":", '"', "*"), _BREAKERS, "texts that no repetition reaches across", more=", see [DRY](#dry)"
+        ("\n", ":", '"', "*"), _BREAKERS, "texts that end a repetition", more=", see [DRY](#dry)"
     )
     no_repeat_ngram_size: int = _bias(
-        0, integer(0, note="0 is off"), "no sequence of so many tokens occurs twice in prompt and output"
+        0, integer(0, note="0 is off"), "no sequence of this many tokens occurs twice in prompt and output"
     )
-    logit_bias: tuple[tuple[int, float], ...] = _bias((), biases(100, _MOST_TOKENS), "added to logits")
-    banned_tokens: tuple[int, ...] = _bias((), tokens(_MOST_TOKENS), "tokens that may not come")
+    logit_bias: tuple[tuple[int, float], ...] = _bias((), biases(100, _MOST_TOKENS), "added to the tokens' logits")
+    banned_tokens: tuple[int, ...] = _bias((), tokens(_MOST_TOKENS), "tokens that are never chosen")
     allowed_tokens: tuple[int, ...] | None = _bias(
         None,
         optional(drop_empty(tokens(_MOST_TOKENS))),
-        "the only tokens that may come",
+        "the only tokens that may be chosen",
         short=f"1 to {_MOST_TOKENS:,} token ids",
     )
     logprobs: int | None = _form(
-        None, optional(integer(0, 20)), "log-probability of each token, and this many of the most probable ones"
+        None, optional(integer(0, 20)), "report the log-probability of each token and of this many most probable ones"
     )
     prompt_logprobs: int | None = _form(
-        None, optional(integer(0, 20)), "the same for the prompt's tokens but the first"
+        None, optional(integer(0, 20)), "the same for the prompt's tokens, except the first"
     )
     n: int = _many(
-        1, integer(1, _MOST_SAMPLES), "outputs to draw; output i draws from the seed + i, modulo 2**64", common=True
+        1, integer(1, _MOST_SAMPLES), "number of samples; sample i draws with seed + i, modulo 2**64", common=True
     )
     best_of: int | None = _many(
         None,
         optional(integer(1, _MOST_SAMPLES)),
-        "draw so many, return the `n` with the highest mean log-probability",
+        "draw this many samples, return the `n` with the highest mean log-probability",
         short=f"`n` to {_MOST_SAMPLES}",
     )
-    num_beams: int = _many(1, integer(1), "beam search with so many beams; 1 is off", common=True)
-    length_penalty: float = _many(1.0, number(-20, 20), "exponent of the length that a beam's score is divided by")
+    num_beams: int = _many(1, integer(1), "beams of a beam search; 1 is off", common=True)
+    length_penalty: float = _many(1.0, number(-20, 20), "a beam's score is divided by its length to this power")
     early_stopping: bool | Literal["never"] = _many(
         False,
         one_of(True, False, "never"),
-        "beams end with `num_beams` hypotheses (True), when none can get better by what is known (False), or when none "
-        "can at all (`never`)",
+        "the search ends when `num_beams` hypotheses are complete (True), when no better one is likely (False), or "
+        "when no better one is possible (`never`)",
     )
     num_return_sequences: int | None = _many(
-        None, optional(integer(1)), "hypotheses to return, one if left out", short="1 to `num_beams`"
+        None, optional(integer(1)), "hypotheses to return; None: one", short="1 to `num_beams`"
     )
     consensus: Literal["f1", "chrf"] | None = _many(
         None,
         optional(one_of("f1", "chrf")),
-        "the `n` samples, the one most like all of them first",
+        "order the `n` samples by how much they agree with the others, best first",
         source="[Eikema and Aziz](https://arxiv.org/abs/2108.04718)",
     )
     json_schema: Mapping[str, Any] | str | None = _form(
-        None, optional(SCHEMA), "the output is JSON of this schema", common=True
+        None, optional(SCHEMA), "the output is JSON that follows this schema", common=True
     )
-    compact_json: bool = _form(False, FLAG, "JSON of a schema, also a tool's, has no white space between its tokens")
+    compact_json: bool = _form(False, FLAG, "no white space between tokens of such JSON and of tool arguments")
     regex: str | None = _form(None, optional(TEXT), "the output matches this regular expression")
-    grammar: str | None = _form(None, optional(TEXT), "the output is derived from this grammar")
+    grammar: str | None = _form(None, optional(TEXT), "the output follows this grammar")
     choice: tuple[str, ...] | None = _form(None, optional(drop_empty(TEXTS)), "the output is one of these")
     on_overflow: Literal["refuse", "truncate_left", "sink"] = _end(
         "refuse",
         one_of("refuse", "truncate_left", "sink"),
-        "when prompt and new tokens exceed the context: refuse, drop the oldest tokens, or keep the first ones and a "
+        "if prompt and new tokens exceed the context: refuse, drop the oldest tokens, or keep the first tokens and a "
         "window",
         more=", see [Overflow](#overflow)",
         common=True,
@@ -220,35 +218,35 @@ class SamplingParams:
     speculate: bool | None = _form(
         None,
         optional(replace(FLAG, short="True, False")),
-        "draft tokens, which needs an engine with `draft`, or never do; left out, the engine decides",
-        more=". The draws are the same",
+        "True: draft tokens, which needs an engine with `draft`; False: never; None: the engine decides",
+        more=". The distribution is the same",
     )
 
     include_stop_str_in_output: bool = _end(
-        False, FLAG, "the text keeps the stop text, or the text of the token, that ended the output"
+        False, FLAG, "keep the stop text, or the text of the stop token, in the output"
     )
     bad_words: tuple[str | tuple[int, ...], ...] = _bias(
         (),
         _BAD_WORDS,
-        "texts that may not come, with or without a space before them, and sequences of token ids",
+        "texts that may not appear, with or without a space before them, and sequences of token ids",
         more=", see [Sequences](#sequences)",
     )
-    detokenize: bool = _form(True, FLAG, "make text of the tokens; without it every text is empty")
+    detokenize: bool = _form(True, FLAG, "decode the tokens to text; if False every text is empty")
 
     block_length: int | None = _step(
-        None, optional(integer(1, MOST_MASKS)), "masks that are filled before the next ones, 32 if left out"
+        None, optional(integer(1, MOST_MASKS)), "masks of a block; a block is filled before the next one; None: 32"
     )
     confidence_threshold: float | None = _step(
         None,
         optional(number(0, 1)),
-        "each step fills the masks whose token is at least so probable, and at least one mask; 0.9 if neither this "
-        "nor `diffusion_steps` is given",
+        "each step fills the masks whose best token has at least this probability, and at least one mask; 0.9 if "
+        "neither this nor `diffusion_steps` is given",
         source="[Fast-dLLM](https://arxiv.org/abs/2505.22618)",
     )
     diffusion_steps: int | None = _step(
         None,
         optional(integer(1, 1 << 20)),
-        "calls for `max_tokens` tokens, each of which fills as many masks",
+        "model calls for `max_tokens` tokens; each fills equally many masks",
         source="[LLaDA](https://arxiv.org/abs/2502.09992)",
     )
 

@@ -20,7 +20,7 @@ StopCriterion = Callable[[Sequence[int]], bool]
 
 
 @dataclass(frozen=True)
-class Branch:
+class Continuation:
     """One row of the next step: row ``parent`` of this step, continued with ``token``."""
 
     parent: int
@@ -74,7 +74,7 @@ class BeamSearch:
         self._returned = num_return_sequences
         self._prompt: list[int] = []
 
-    def start(self, prompt: Sequence[int], logits: Floats) -> list[Branch]:
+    def start(self, prompt: Sequence[int], logits: Floats) -> list[Continuation]:
         """The first rows, from the logits after the prompt [V]; parents are 0.
 
         A row with children that is not beyond the end of the new ones keeps one child in its place. So few rows of the
@@ -88,7 +88,7 @@ class BeamSearch:
         self._prompt = list(prompt)
         return self._advance(logits[None])
 
-    def step(self, logits: Floats) -> list[Branch]:
+    def step(self, logits: Floats) -> list[Continuation]:
         """The next rows, from the logits [rows, V] of the last ones; none: finished. Raises what ``start`` raises."""
         return self._advance(logits)
 
@@ -96,7 +96,7 @@ class BeamSearch:
         """The best ``num_return_sequences`` outputs, best first."""
         return self._finished[: self._returned]
 
-    def _advance(self, logits: Floats) -> list[Branch]:
+    def _advance(self, logits: Floats) -> list[Continuation]:
         scores = log_softmax(logits)
         for beam in self._beams if self._processors else ():
             tokens, row = [*self._prompt, *beam.tokens], scores[beam.row]
@@ -159,7 +159,7 @@ class BeamSearch:
         return score / math.pow(length, self._length_penalty)
 
     @staticmethod
-    def _place(beams: list["_Beam"]) -> list[Branch]:
+    def _place(beams: list["_Beam"]) -> list[Continuation]:
         """Give the first child of every row the place of its parent, and the others what is left."""
         heirs: dict[int, _Beam] = {}
         for beam in beams:
@@ -167,12 +167,12 @@ class BeamSearch:
                 heirs.setdefault(beam.row, beam)
         kept = {id(beam) for beam in heirs.values()}
         others = iter([beam for beam in beams if id(beam) not in kept])
-        branches = []
+        continuations = []
         for row in range(len(beams)):
             beam = heirs.get(row) or next(others)
-            branches.append(Branch(beam.row, beam.tokens[-1]))
+            continuations.append(Continuation(beam.row, beam.tokens[-1]))
             beam.row = row
-        return branches
+        return continuations
 
 
 @dataclass

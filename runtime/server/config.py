@@ -84,7 +84,7 @@ class ServerConfig:
 
     models: Mapping[str, Path] = _setting(MODELS, {}, "Names that clients use, each with the folder of its bundle.")
     warm: tuple[str, ...] = _setting(
-        MODELS, (), "Names of models that are loaded at the start; default: the first, and the others when asked for."
+        MODELS, (), "Models to load at the start; default: the first. Others are loaded when asked for."
     )
     threads: int | None = _setting(
         MODELS, None, "Threads that each model computes with; default: as many as are usable.", low=1, high=1024
@@ -99,45 +99,41 @@ class ServerConfig:
         MODELS, None, "Rows of a model that run at once; default: what the bundle was built for.", low=1, high=1024
     )
     max_queue: int | None = _setting(
-        MODELS, None, "Requests to a model that may wait, one more is refused; default: 256.", low=1, high=1_000_000
+        MODELS, None, "Requests to a model that may wait; one more is refused; default: 256.", low=1, high=1_000_000
     )
     max_queue_s: float | None = _setting(
         MODELS,
         None,
-        "Time that a request may wait for its turn, then it is refused; default: any.",
+        "Longest wait of a request in the queue; then it is refused; default: unlimited.",
         unit="seconds",
         low=0.1,
     )
     determinism: Literal["fast", "batch", "strict"] = _setting(
-        MODELS, "fast", "What tokens may depend on beside the request: see Determinism in the reference."
+        MODELS, "fast", "What tokens may depend on besides the request: see Determinism in runtime/README.md."
     )
     draft: str = _setting(
         MODELS,
         "auto",
-        "Who guesses tokens ahead: 'lookup', a bundle with the same tokenizer, 'none', or 'auto': 'lookup' where it "
-        "changes no answer.",
+        "Speculative decoding: none, lookup, the folder of a draft bundle, or auto: lookup if answers stay identical.",
     )
     tool_format: tuple[str, ...] = _setting(
-        MODELS,
-        (),
-        "Format in which models write calls, as FORMAT or NAME=FORMAT, where a request names none; "
-        "default: what their chat templates teach.",
+        MODELS, (), "Format of tool calls, as FORMAT or MODEL=FORMAT; default: the one that the chat template teaches."
     )
     prefix_cache_bytes: int | None = _setting(
         MODELS,
         None,
-        "Memory of each model for prefixes of former requests; default: an eighth of what is available, up to 256 MB.",
+        "Memory of each model's prefix cache; default: an eighth of the available memory, at most 256 MB.",
         unit="bytes",
         low=0,
     )
     prefix_cache_folder: Path | None = _setting(
-        MODELS, None, "Folder that keeps prefixes of prompts across restarts; default: none."
+        MODELS, None, "Folder that keeps cached prefixes across restarts; default: none."
     )
     prefix_cache_disk_bytes: int | None = _setting(
-        MODELS, None, "Most that this folder may hold; default: 4 GiB.", unit="bytes", low=0
+        MODELS, None, "Disk space of that folder; default: 4 GiB.", unit="bytes", low=0
     )
     prefix_cache_scope: Literal["key", "shared"] = _setting(
-        MODELS, "key", "Who shares cached prefixes: the requests of one key, or all; without keys all do."
+        MODELS, "key", "Share cached prefixes among the requests of one key, or among all; without keys among all."
     )
 
     host: str = _setting(LISTEN, "127.0.0.1", "Address to listen on; others than this machine's own need keys.")
@@ -149,28 +145,32 @@ class ServerConfig:
     keys_file: Path | None = _setting(SECURITY, None, "TOML file of API keys; without it no key is asked for.")
     allow_no_keys: bool = _setting(SECURITY, False, "Serve other machines without asking for keys.")
     allowed_hosts: tuple[str, ...] = _setting(
-        SECURITY,
-        (),
-        "Names that Host may say, '*' for any; default: this machine's own where no key is asked for, else any.",
+        SECURITY, (), "Allowed values of Host, '*' for any; default: this machine's names without keys, else any."
     )
     cors_origins: tuple[str, ...] = _setting(
-        SECURITY, (), "Origins whose pages may use the service, as https://example.com; default: its own page alone."
+        SECURITY,
+        (),
+        "Origins whose pages may use the service, such as https://example.com; default: only its own page.",
     )
-    allow_special: bool = _setting(SECURITY, False, "Let clients ask that text of messages may spell control tokens.")
+    allow_special: bool = _setting(
+        SECURITY, False, "Let requests ask that text of messages may contain special tokens."
+    )
     raw_special: bool = _setting(
-        SECURITY, True, "Let raw prompts of completions spell control tokens, unless the client's key says otherwise."
+        SECURITY, True, "Let raw prompts of completions contain special tokens, unless the client's key says otherwise."
     )
     page: bool = _setting(SECURITY, True, "Serve the chat page at /.")
 
-    max_body_bytes: int = _setting(LIMITS, 8 << 20, "Longest body of a request.", unit="bytes", low=1024, high=1 << 30)
-    body_timeout_s: float = _setting(LIMITS, 60.0, "Time for a request's body.", unit="seconds", low=0.1, high=3600)
+    max_body_bytes: int = _setting(LIMITS, 8 << 20, "Largest body of a request.", unit="bytes", low=1024, high=1 << 30)
+    body_timeout_s: float = _setting(
+        LIMITS, 60.0, "Time for a request's body to arrive.", unit="seconds", low=0.1, high=3600
+    )
     max_connections: int = _setting(
-        LIMITS, 4096, "Connections and running requests, beyond which requests get 503.", low=1, high=1_000_000
+        LIMITS, 4096, "Open connections and running requests; beyond them requests get 503.", low=1, high=1_000_000
     )
     max_request_tokens: int | None = _setting(
         LIMITS,
         None,
-        "Most tokens that a request may ask for, over all its outputs; default: what the context has room for.",
+        "Most tokens that a request may ask for, over all its outputs; default: the context's room.",
         unit="tokens",
         low=1,
     )
@@ -181,31 +181,27 @@ class ServerConfig:
     requests_per_minute: int | None = _setting(
         RATES,
         None,
-        "Requests of each key whose entry names no rate, or of all clients together without keys; default: any number.",
+        "Requests of each key without a rate of its own, or of all clients without keys; default: unlimited.",
         low=1,
     )
     tokens_per_minute: int | None = _setting(
-        RATES,
-        None,
-        "Tokens of prompts and answers, counted in the same way; default: any number.",
-        unit="tokens",
-        low=1,
+        RATES, None, "Tokens of prompts and answers, counted in the same way; default: unlimited.", unit="tokens", low=1
     )
 
     heartbeat_s: float = _setting(
-        OPERATION, 15.0, "Time without a token after which a stream sends a sign of life.", unit="seconds", low=0.1
+        OPERATION, 15.0, "Time without a token after which a stream sends a heartbeat.", unit="seconds", low=0.1
     )
     drain_s: float = _setting(
-        OPERATION, 30.0, "Time that running requests get to end after SIGTERM.", unit="seconds", low=0, high=86_400
+        OPERATION, 30.0, "Time for running requests to finish after SIGTERM.", unit="seconds", low=0, high=86_400
     )
     log_format: Literal["json", "text"] | None = _setting(
-        OPERATION, None, "Form of a line of the log; default: text where stderr is a terminal, else json."
+        OPERATION, None, "Format of log lines; default: text if stderr is a terminal, else json."
     )
-    log_prompts: bool = _setting(OPERATION, False, "Log what clients send and get: prompts, messages and outputs.")
+    log_prompts: bool = _setting(OPERATION, False, "Log prompts, messages and outputs, too.")
     response_store_bytes: int = _setting(
         OPERATION,
         64 << 20,
-        "Most that responses kept for previous_response_id may take together; 0 keeps none.",
+        "Memory of stored responses (previous_response_id); 0 stores none.",
         unit="bytes",
         low=0,
         high=1 << 40,
@@ -214,33 +210,38 @@ class ServerConfig:
     upstream: str | None = _setting(
         UPSTREAM,
         None,
-        "Base URL, with /v1, of an OpenAI-compatible service that is sent what is refused here; default: none.",
+        "Base URL, with /v1, of an OpenAI-compatible service that answers what is refused here; default: none.",
     )
     upstream_key_file: Path | None = _setting(
-        UPSTREAM, None, "File with the upstream's key in a line, read anew for each request; default: no key is sent."
+        UPSTREAM, None, "File with the upstream's key, read again for each request; default: no key is sent."
     )
     upstream_models: tuple[str, ...] = _setting(
-        UPSTREAM, (), "Names that the upstream is asked by, as NAME=ITS_NAME; default: those that clients ask by."
+        UPSTREAM, (), "Names of models at the upstream, as NAME=ITS_NAME; default: the names that clients send."
     )
     upstream_timeout_s: float = _setting(
-        UPSTREAM, 300.0, "Time for its first byte, and between two.", unit="seconds", low=0.1, high=86_400
+        UPSTREAM,
+        300.0,
+        "Longest wait for the upstream's first byte and between two bytes.",
+        unit="seconds",
+        low=0.1,
+        high=86_400,
     )
-    upstream_plain_http: bool = _setting(UPSTREAM, False, "Let requests and its key go to another machine unencrypted.")
+    upstream_plain_http: bool = _setting(
+        UPSTREAM, False, "Send requests and the upstream's key to another machine unencrypted."
+    )
 
-    ray: bool = _setting(
-        FLEET, False, "Let replicas answer, in processes that Ray places on the machines of a cluster."
-    )
+    ray: bool = _setting(FLEET, False, "Answer by replicas, which Ray places on the machines of a cluster.")
     ray_address: str | None = _setting(
-        FLEET, None, "Ray's cluster, 'auto' for the one of this machine; default: one is started here."
+        FLEET, None, "Ray's cluster, 'auto' for this machine's; default: start one here."
     )
-    ray_min_replicas: int = _setting(FLEET, 1, "Replicas that are always there.", low=1, high=10_000)
+    ray_min_replicas: int = _setting(FLEET, 1, "Fewest replicas.", low=1, high=10_000)
     ray_max_replicas: int | None = _setting(
-        FLEET, None, "Replicas that there may be under load; default: ray_min_replicas.", low=1, high=10_000
+        FLEET, None, "Most replicas; default: ray_min_replicas.", low=1, high=10_000
     )
     ray_cpus: float | None = _setting(
         FLEET,
         None,
-        "Cores that Ray reserves for each replica; default: threads, or those of this machine for ray_max_replicas.",
+        "Cores that Ray reserves for each replica; default: threads, else this machine's cores shared by all.",
         low=0.01,
         high=1024,
     )

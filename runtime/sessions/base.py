@@ -1,6 +1,7 @@
 """The seam to an engine: a session runs calls on a KV cache."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -9,10 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Geometry
+from llmc.bundle.contract import INPUTS
 from llmc.errors import BundleError
 from llmc.runtime.kv.cache import KVCache
 from llmc.runtime.sessions.adapters import Adapter
-from llmc.runtime.vision.rows import Embedded
+
+Ids = NDArray[np.int64]
+Feeds = Mapping[str, NDArray[Any]]
 
 
 class Phase(str, Enum):
@@ -31,38 +35,75 @@ class Batch:
     A session is done with the arrays when ``run`` returns; the caller may write them anew.
 
     Attributes:
-        input_ids: int64 [B, S], right-padded where ``new_lengths`` says so.
-        past_lengths: int64 [B], valid positions in the cache before this call.
-        logit_indices: int64 [B, O], which of the S new positions get logits, ascending; O may be 0.
-        new_lengths: int64 [B], how many of each row's new tokens count; default: all. States stay as the last of them
-            left them. In a call of several tokens for several rows they differ only if the session packs rows.
-        embedded: of a call of one row with images, the rows in place of some tokens' own embeddings.
-        positions: int64 [3, B, S], where a model's positions have several axes and images stand in a row; else each
-            token's is its place in the row.
+        feeds: arrays by the names of :data:`llmc.bundle.contract.INPUTS`. Every call has ``input_ids`` int64 [B, S],
+            ``past_lengths`` int64 [B] and ``logit_indices`` int64 [B, O], ascending, where O may be 0. Graphs that ask
+            for others get the plain ones of the table unless the call brings them; a session ignores what no graph
+            asks for. ``new_lengths`` of a call of several tokens for several rows differ only if the session packs
+            rows; ``hidden`` is then [1, T, H].
         adapters: one for each row, None for a row without; empty where no row has one.
         provisional: of a call of one row, whether its states stay as they are until :meth:`Session.accept`.
-        hidden: float32 [B, S, H], for a stage behind another one, what that handed on; [1, T, H], of the T tokens that
-            count, where the session packs rows and the call is of prefill.
-        text_lengths: int64 [B], of a model whose ropes switch how long each row's text is; default: up to its last new
-            token.
-        seen_lengths: int64 [B], of a diffusion model how many positions of each row its tokens see; default: those up
-            to its last new token.
+        begun: what :meth:`Session.begin` left for the call.
     """
 
     phase: Phase
-    input_ids: NDArray[np.int64]
-    past_lengths: NDArray[np.int64]
-    logit_indices: NDArray[np.int64]
+    feeds: Feeds
     first_row: int = 0
-    new_lengths: NDArray[np.int64] | None = None
-    embedded: Embedded | None = None
-    positions: NDArray[np.int64] | None = None
     adapters: tuple[Adapter | None, ...] = ()
     provisional: bool = False
-    hidden: NDArray[np.float32] | None = None
-    seen_lengths: NDArray[np.int64] | None = None
-    text_lengths: NDArray[np.int64] | None = None
     begun: Any = None
+
+    @classmethod
+    def of(cls, phase: Phase, ids: Ids, past: Ids, outputs: Ids, first_row: int = 0, **more: NDArray[Any]) -> "Batch":
+        """A call with ``input_ids``, ``past_lengths`` and ``logit_indices``, and ``more`` by name."""
+        return cls(phase, {"input_ids": ids, "past_lengths": past, "logit_indices": outputs, **more}, first_row)
+
+    @property
+    def input_ids(self) -> Ids:
+        return self.feeds["input_ids"]
+
+    @property
+    def past_lengths(self) -> Ids:
+        return self.feeds["past_lengths"]
+
+    @property
+    def logit_indices(self) -> Ids:
+        return self.feeds["logit_indices"]
+
+    @property
+    def counts(self) -> list[int]:
+        """New tokens of each row that count."""
+        rows, tokens = self.input_ids.shape
+        return self.feeds["new_lengths"].tolist() if "new_lengths" in self.feeds else [tokens] * rows
+
+    def feed(self, **more: NDArray[Any]) -> "Batch":
+        """This call with more feeds."""
+        return replace(self, feeds={**self.feeds, **more})
+
+    def feed_rows(self, brought: Sequence[Feeds]) -> "Batch":
+        """This call with what its first rows bring, [..., 1, ...] each; a row without a feed that another has gets a
+        plain one."""
+        if len(self.input_ids) == 1:
+            return self.feed(**brought[0])
+        more = dict[str, NDArray[Any]]()
+        for name, sample in {name: array for feeds in brought for name, array in feeds.items()}.items():
+            contract, rows = INPUTS[name], len(self.input_ids)
+            shape = [rows if axis == "batch" else size for axis, size in zip(contract.shape, sample.shape, strict=True)]
+            more[name] = np.empty(shape, contract.type)
+            contract.fill(more[name], self.feeds)
+            for row, feeds in enumerate(brought):
+                if name in feeds:
+                    contract.cut(more[name], slice(row, row + 1), slice(None))[:] = feeds[name]
+        return self.feed(**more)
+
+    def cut(self, rows: slice, tokens: slice | None = None) -> "Batch":
+        """The part of this call for some rows or, of one row, for some tokens and the logits of these."""
+        feeds = {name: INPUTS[name].cut(array, rows, tokens or slice(None)) for name, array in self.feeds.items()}
+        if tokens is not None:
+            wanted = feeds["logit_indices"]
+            feeds["logit_indices"] = wanted[(tokens.start <= wanted) & (wanted < tokens.stop)][None] - tokens.start
+            feeds["past_lengths"] = feeds["past_lengths"] + tokens.start
+        first = self.first_row + (rows.start or 0)
+        return replace(self, feeds=feeds, first_row=first, adapters=self.adapters[rows])
 
 
 class Session(ABC):
@@ -76,7 +117,7 @@ class Session(ABC):
         packs_rows: whether rows of a call of prefill may have different numbers of new tokens.
         turns: groups of rows whose steps it computes at the same time, if those are begun ahead of :meth:`run`.
         exact: whether hidden states keep their bits on the way through a model in stages.
-        diffuses: whether the model is one that fills masks: all tokens of a call see one another.
+        sees_all: whether all tokens of a call see one another.
         hidden: float32 [B, S, W] of the last call, if the bundle gives hidden states to a draft head, [B, O, W] where
             layers read caches of others, and [B, O, N] of such a head; the next call may reuse the array.
     """
@@ -92,7 +133,7 @@ class Session(ABC):
 
     def __init__(self, geometry: Geometry) -> None:
         self._logits: NDArray[np.float32] = np.empty((0, 0, geometry.vocab_size), np.float32)
-        self.diffuses = geometry.diffusion is not None
+        self.sees_all = geometry.diffusion is not None
 
     @abstractmethod
     def run(self, batch: Batch) -> NDArray[np.float32]:
@@ -124,11 +165,6 @@ class Session(ABC):
         """Free the engine and the cache."""
 
     def _run_row_by_row(self, batch: Batch) -> NDArray[np.float32]:
-        names = ["input_ids", "past_lengths", "logit_indices", "new_lengths", "hidden", "seen_lengths", "text_lengths"]
-        found = []
-        for r in range(len(batch.input_ids)):
-            arrays = {name: getattr(batch, name)[r : r + 1] for name in names if getattr(batch, name) is not None}
-            own = None if batch.positions is None else batch.positions[:, r : r + 1]
-            found.append(self.run(replace(batch, first_row=batch.first_row + r, positions=own, **arrays)).copy())
-        self._logits = np.concatenate(found)
+        rows = range(len(batch.input_ids))
+        self._logits = np.concatenate([self.run(batch.cut(slice(row, row + 1))).copy() for row in rows])
         return self._logits

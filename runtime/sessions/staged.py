@@ -103,8 +103,8 @@ class Stages:
     def submit(self, batch: Batch) -> Any:
         """Start a call through all of them, while others are under way; a promise for :meth:`fetch`."""
         for session in self._sessions:
-            batch = replace(batch, hidden=session.run(batch))
-        return batch.hidden
+            batch = batch.feed(hidden=session.run(batch))
+        return batch.feeds["hidden"]
 
     def fetch(self, promise: Any) -> Any:
         """The hidden states that a call came to."""
@@ -187,13 +187,11 @@ class StagedSession(Session):
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits float32 [B, O, vocab] of one call; see :class:`llmc.runtime.sessions.base.Session`."""
-        sequence = batch.input_ids.shape[1]
-        self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
-        new = sequence if batch.new_lengths is None else batch.new_lengths
+        self.cache.begin(batch.first_row, batch.past_lengths.tolist(), batch.input_ids.shape[1])
         pieces = [self.begin(piece) for piece in divide(batch)] if batch.begun is None else [batch]
-        found = [self._own.run(replace(piece, hidden=self._stages.fetch(piece.begun))).copy() for piece in pieces]
+        found = [self._own.run(piece.feed(hidden=self._stages.fetch(piece.begun))).copy() for piece in pieces]
         if not batch.provisional:
-            self.cache.note_computed(batch.first_row, (batch.past_lengths + new).tolist())
+            self.cache.note_computed(batch.first_row, (batch.past_lengths + batch.counts).tolist())
         return found[0] if len(found) == 1 else np.concatenate(found, 1)
 
     def accept(self, row: int, past: int, tokens: int) -> None:
@@ -217,16 +215,9 @@ def count_turns(manifest: Manifest) -> int:
 
 def divide(batch: Batch) -> list[Batch]:
     """A long call of one row in pieces of :data:`PIECE` tokens or somewhat more, so that no stage waits for all."""
-    (rows, sequence), wanted = batch.input_ids.shape, batch.logit_indices
+    rows, sequence = batch.input_ids.shape
     starts = [*range(0, sequence - PIECE + 1, PIECE)]
-    if rows > 1 or batch.provisional or batch.new_lengths is not None or len(starts) < 2:
+    if rows > 1 or batch.provisional or "new_lengths" in batch.feeds or len(starts) < 2:
         return [batch]
-    return [
-        replace(
-            batch,
-            input_ids=batch.input_ids[:, start:end],
-            past_lengths=batch.past_lengths + start,
-            logit_indices=wanted[(start <= wanted) & (wanted < end)][None] - start,
-        )
-        for start, end in zip(starts, [*starts[1:], sequence], strict=True)
-    ]
+    ends = [*starts[1:], sequence]
+    return [batch.cut(slice(0, 1), slice(start, end)) for start, end in zip(starts, ends, strict=True)]

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from llmc.runtime.runner.model_runner import Watch
+
 SIZES = range(4, 1, -1)
 """Tokens of a match, the most first; single tokens recur by chance all the time."""
 CANDIDATES, LONGEST = 16, 32
@@ -15,8 +17,10 @@ class Drafter(Protocol):
     """Guesses the next tokens of sequences. Not thread-safe: the engine's thread alone calls it."""
 
     costs_by_token: bool
-    """True if more drafts take longer: then it is asked for as many as pay. Otherwise it is asked for all there is room
-    for, and the fewer it has, the less sure of them it is."""
+    """True if more drafts take longer: then it is asked for as many as pay, otherwise for all there is room for."""
+
+    watch: Watch | None
+    """Takes the hidden states of every call; None: needs none."""
 
     def propose(self, key: int, tokens: Sequence[int], count: int) -> list[int]:
         """Up to ``count`` tokens that may follow ``tokens`` (prompt and generated so far); none if it has no idea.
@@ -42,6 +46,7 @@ class PromptLookup:
     """
 
     costs_by_token = False
+    watch: Watch | None = None
 
     def __init__(self) -> None:
         self._indices: dict[int, _Index] = {}
@@ -53,10 +58,10 @@ class PromptLookup:
         index.extend(tokens)
         start, matched = index.find(tokens)
         count = min(count, REACH * matched)
-        found = list(tokens[start : start + count])
-        for i in range(count - len(found)):  # beyond the end
-            found.append(found[i])
-        return found
+        drafts = list(tokens[start : start + count])
+        for i in range(count - len(drafts)):  # beyond the end
+            drafts.append(drafts[i])
+        return drafts
 
     def forget(self, key: int) -> None:
         self._indices.pop(key, None)
@@ -66,8 +71,8 @@ class PromptLookup:
 
 
 class _Index:
-    """Places at which each n-gram of a sequence last ended; of the longest ones those before, too. Only n-grams that
-    something follows."""
+    """Positions at which each n-gram of a sequence last ended, and for the longest n-grams the earlier ones, too. The
+    last n-gram, which nothing follows, is left out."""
 
     def __init__(self) -> None:
         self.after: dict[tuple[int, ...], int] = {}

@@ -12,7 +12,6 @@ from llmc.runtime.runner.prefill import batch
 from llmc.runtime.sessions.base import Phase
 from llmc.runtime.speculation.drafters import LONGEST
 from llmc.runtime.speculation.model_drafter import DraftedSequence, ModelDrafter
-from llmc.runtime.vision.rows import Embedded
 
 Floats = NDArray[np.float32]
 
@@ -23,10 +22,10 @@ STEPS = 4
 class HeadDrafter(ModelDrafter):
     """Proposes the tokens that a draft head finds most probable.
 
-    At each position the head reads the model's hidden states and the token after it; beyond the last one its own hidden
-    states, and its guesses, which are read once more with the model's once those are known. What the model did not
-    compute, of a cached prefix say, the head does not see: it begins behind that, for only distances between positions
-    count. Source: EAGLE-3, https://arxiv.org/abs/2503.01840.
+    At each position the head reads the model's hidden states and the token after it. Beyond the last position it reads
+    its own hidden states and guesses, and reads these positions again once the model's hidden states are known. It
+    skips what the model did not compute, such as a cached prefix: only distances between positions count. Source:
+    EAGLE-3, https://arxiv.org/abs/2503.01840.
 
     Args:
         model: a loaded :class:`llmc.runtime.Model` of a draft head, which the drafter takes over and closes.
@@ -101,7 +100,8 @@ class HeadDrafter(ModelDrafter):
         rows[:, place] = hidden
         phase = Phase.DECODE if len(tokens) <= STEPS else Phase.PREFILL
         call = batch(phase, np.array([tokens]), [past], [len(tokens) - 1], row)
-        logits: Floats = self._session.run(replace(call, embedded=Embedded(np.arange(len(tokens))[None], rows)))[0, -1]
+        call = call.feed(embedding_indices=np.arange(len(tokens))[None], embeddings=rows)
+        logits: Floats = self._session.run(call)[0, -1]
         return logits
 
     def _make_sequence(self, row: int) -> "_Sequence":
@@ -111,9 +111,9 @@ class HeadDrafter(ModelDrafter):
 class AssistantDrafter(HeadDrafter):
     """Proposes the tokens that a head without keys and values of its own finds most probable.
 
-    It reads those of its model as they lie in that one's cache, so a cached prefix too, and the hidden states before
-    the last token; then its own, at the same position. Source: ``SinglePositionMultiTokenCandidateGenerator`` of
-    transformers.
+    It reads the model's keys and values in the model's own cache, a cached prefix included, and the hidden states
+    before the last token; for further drafts its own hidden states, at the same position. Source:
+    ``SinglePositionMultiTokenCandidateGenerator`` of transformers.
 
     Raises:
         DraftError: as above, or the model's cache is of another shape or type.
@@ -159,11 +159,10 @@ class AssistantDrafter(HeadDrafter):
 
 @dataclass(eq=False)
 class _Sequence(DraftedSequence):
-    """A sequence of the target, of which the head has read ``cached`` positions from ``first`` on; the hidden states of
-    those behind them wait."""
+    """A sequence of the target model, as far as the head has read it."""
 
-    first: int = 0
-    waiting: list[Floats] = field(default_factory=list)
+    first: int = 0  # position from which on the head has read ``cached`` ones
+    waiting: list[Floats] = field(default_factory=list)  # hidden states of the positions after them
 
     @property
     def end(self) -> int:

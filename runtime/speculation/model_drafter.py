@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from llmc.bundle import TOKENIZER_FILE
 from llmc.errors import DraftError, ResourceError
 from llmc.runtime.kv.rows import Slot
+from llmc.runtime.runner.model_runner import Watch
 from llmc.runtime.runner.prefill import batch, prefill
 from llmc.runtime.sessions.base import Phase
 from llmc.strict import read_json
@@ -40,6 +41,7 @@ class ModelDrafter:
     """
 
     costs_by_token = True
+    watch: Watch | None = None
 
     def __init__(self, model: Any, target: Any) -> None:
         check_same_tokenizer(model, target)

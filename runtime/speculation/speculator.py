@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
-from typing import NamedTuple
 
 from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.runner.model_runner import ModelRunner
@@ -10,7 +9,7 @@ from llmc.runtime.speculation.control import LONGEST, TRIAL, DraftLength, Ledger
 from llmc.runtime.speculation.drafters import Drafter
 
 LOOK_SHARE = 0.005
-"""Of the time without drafts: looking for some takes no more, in the long run."""
+"""Part of the time without drafts that looking for drafts takes at most, in the long run."""
 
 
 class Speculator:
@@ -19,8 +18,8 @@ class Speculator:
     Each step: :meth:`drafts`; the call, with its seconds told to ``costs``; :func:`verify`; :meth:`note_committed`.
 
     Drafts that are not worth a call are compared with the tokens that come anyway, so text that begins to repeat itself
-    is noticed. After a look that found nothing worth a call there is none until it took 0.5 % of the time. A drafter
-    that is a model reads no prompt as long as those that it read took more than that and than its drafts won.
+    is noticed. After a look without drafts the next look waits until looks take 0.5 % of the time. A draft model reads
+    no further prompt while the prompts that it read took more time than that and its drafts won.
     """
 
     def __init__(self, key: int, drafter: Drafter, costs: StepCosts, control: DraftLength) -> None:
@@ -33,7 +32,7 @@ class Speculator:
         self._length = 0
         self._seconds: float | None = None
         self._rest = 0.0
-        self._guess: _Guess | None = None
+        self._guess: tuple[int, list[int]] | None = None  # drafts that are not verified, and where they would be
 
     def drafts(self, tokens: Sequence[int], room: int, rows: int = 1) -> list[int]:
         """Drafts to verify after ``tokens`` (prompt and generated so far), at most ``room``; often none.
@@ -76,11 +75,11 @@ class Speculator:
     def _find_drafts(self, tokens: Sequence[int], room: int, rows: int) -> list[int]:
         asked = min(room, self.control.length(rows) if self._drafter.costs_by_token else LONGEST)
         had = self._propose(tokens, asked or TRIAL)
-        kept = self.control.keep(len(had), asked, rows) if asked and had else 0
+        kept = self.control.keep(len(had), rows) if asked and had else 0
         if kept:
             self._guess = None
         elif had and self._guess is None:
-            self._guess = _Guess(len(tokens), had[:TRIAL], len(had), asked)
+            self._guess = len(tokens), had[:TRIAL]
         return had[:kept]
 
     def _propose(self, tokens: Sequence[int], count: int) -> list[int]:
@@ -96,11 +95,12 @@ class Speculator:
         """Judge the last guess once it was wrong, or all of it has come."""
         if (guess := self._guess) is None:
             return
-        came = tokens[guess.start : guess.start + len(guess.tokens)]
-        right = next((i for i, (a, b) in enumerate(zip(guess.tokens, came, strict=False)) if a != b), len(came))
-        if right < len(came) or len(came) == len(guess.tokens):
+        start, guessed = guess
+        came = tokens[start : start + len(guessed)]
+        right = next((i for i, (a, b) in enumerate(zip(guessed, came, strict=False)) if a != b), len(came))
+        if right < len(came) or len(came) == len(guessed):
             self._guess = None
-            self.control.note_watched(guess.had, guess.asked, len(guess.tokens), right)
+            self.control.note_watched(len(guessed), right)
 
 
 def make_speculators(drafter: Drafter, runner: ModelRunner) -> Callable[[int], Speculator]:
@@ -114,15 +114,6 @@ def make_speculators(drafter: Drafter, runner: ModelRunner) -> Callable[[int], S
         return Speculator(key, drafter, runner.costs, control)
 
     return make
-
-
-class _Guess(NamedTuple):
-    """Drafts that are not verified: where, the first ones, how many there were, and how many were asked for."""
-
-    start: int
-    tokens: list[int]
-    had: int
-    asked: int
 
 
 def verify(drafts: Sequence[int], draw: Callable[[int], int]) -> Iterator[int]:

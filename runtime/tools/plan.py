@@ -228,7 +228,7 @@ def plan_chat(
     Args:
         template: source of the chat template.
         prompt: what it wrote.
-        tools, tool_choice, parallel, tool_format, reasoning_budget: as in :meth:`llmc.runtime.model.Model.stream_chat`.
+        tools, tool_choice, parallel, tool_format, reasoning_budget: as in :meth:`llmc.runtime.Generator.stream_chat`.
         goes_on: the prompt ends amid an answer, which has neither reasoning nor calls before it.
 
     Raises:

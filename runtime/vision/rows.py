@@ -3,18 +3,10 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-
-@dataclass(frozen=True, eq=False)
-class Embedded:
-    """Images' part of a call of one row: ``rows`` float32 [R, hidden], and which of them take the places of tokens' own
-    embeddings, ``indices`` int64 [1, S], -1 for none."""
-
-    indices: NDArray[np.int64]
-    rows: NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,14 +27,16 @@ class ImageRows:
     places: NDArray[np.int64] | None = None
     whole: bool = False
 
-    def select(self, start: int, end: int) -> Embedded | None:
-        """The part of a call that feeds the positions ``start`` ... ``end - 1``; None without any."""
+    def feeds(self, start: int, end: int) -> dict[str, NDArray[Any]]:
+        """Inputs of a call of one row for the positions ``start`` ... ``end - 1``: the rows of images in them, and
+        where positions have axes those."""
+        found: dict[str, NDArray[Any]] = {} if self.places is None else {"positions": self.place(start, end)[:, None]}
         first, last = np.searchsorted(self.positions, [start, end])
-        if first == last:
-            return None
-        indices = np.full((1, end - start), -1, np.int64)
-        indices[0, self.positions[first:last] - start] = np.arange(last - first)
-        return Embedded(indices, self.rows[first:last])
+        if first < last:
+            found["embedding_indices"] = np.full((1, end - start), -1, np.int64)
+            found["embedding_indices"][0, self.positions[first:last] - start] = np.arange(last - first)
+            found["embeddings"] = self.rows[first:last]
+        return found
 
     def place(self, start: int, end: int) -> NDArray[np.int64]:
         """Positions int64 [3, end - start] of the tokens ``start`` ... ``end - 1``, also of those behind the prompt."""
@@ -94,16 +88,4 @@ def place_tokens(length: int, images: Sequence[tuple[int, tuple[int, int]]]) -> 
         found[1:, start:begins] += np.indices((rows, columns)).reshape(2, -1)
         next_place += max(rows, columns)
     found[:, begins:] = np.arange(next_place, next_place + length - begins)
-    return found
-
-
-def place_rows(past: NDArray[np.int64], sequence: int, images: Sequence[ImageRows | None]) -> NDArray[np.int64] | None:
-    """Positions int64 [3, B, S] of a call after ``past`` [B] positions, of which the first rows have ``images``; None
-    where no row has any that need them."""
-    if not any(each is not None and each.places is not None for each in images):
-        return None
-    found = np.repeat((past[:, None] + np.arange(sequence))[None], 3, axis=0)
-    for row, each in enumerate(images):
-        if each is not None and each.places is not None:
-            found[:, row] = each.place(int(past[row]), int(past[row]) + sequence)
     return found

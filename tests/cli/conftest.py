@@ -96,7 +96,7 @@ def library(monkeypatch: pytest.MonkeyPatch, manifest: Manifest) -> FakeLibrary:
     monkeypatch.setattr("llmc.optimize.build.build", fake.build)
     monkeypatch.setattr("llmc.optimize.rebuild.rebuild", fake.rebuild)
     monkeypatch.setattr("llmc.export.export", fake.export)
-    monkeypatch.setattr("llmc.runtime.model.verify", fake.verify)
+    monkeypatch.setattr("llmc.runtime.loading.verify", fake.verify)
     return fake
 
 

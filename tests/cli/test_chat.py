@@ -2,91 +2,20 @@
 
 import json
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from doubles.talking import FakeHandle, FakeModel, failing
 from PIL import Image
 
-from llmc.errors import CancelledError, RequestError, UsageError
-from llmc.runtime import GenerationResult, Output, SamplingParams, Timings, Usage, load
-from llmc.runtime.api.chat import MessageDelta
-from llmc.runtime.observe.metrics import RequestMetrics
+from llmc.errors import RequestError, UsageError
+from llmc.runtime import load
 
-METRICS = RequestMetrics(0.1, 0.5, 0.25, 0.25, 0.25, 0.25, 0.75, 7, 0, 2, 0, 0, 0, "stop")
-RESULT = GenerationResult(
-    (Output(0, "ab", (1, 2), "stop"),), Usage(7, 2), Timings(0.5, 0.25, 7, 1), SamplingParams(), METRICS
-)
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Hello 東京"},
     {"role": "assistant", "content": "ab"},
 ]
-
-
-class FakeHandle:
-    """Two pieces of text; or an error, or what Ctrl-C does, between the two."""
-
-    def __init__(self, between: Callable[["FakeHandle"], None]) -> None:
-        self.between = between
-        self.cancelled = False
-
-    def deltas(self) -> Iterator[MessageDelta]:
-        if not self.cancelled:
-            yield MessageDelta(0, "", "hm", ())
-            yield MessageDelta(0, "a", "", ())
-            self.between(self)
-        if self.cancelled:
-            raise CancelledError("the request was cancelled")
-        yield MessageDelta(0, "b", "", ())
-
-    def result(self) -> GenerationResult:
-        return RESULT
-
-    def cancel(self) -> bool:
-        self.cancelled = True
-        return True
-
-    def close(self) -> None:
-        pass
-
-
-class FakeModel:
-    """Notes what it is asked."""
-
-    def __init__(self) -> None:
-        self.asked: list[list[dict[str, str]]] = []
-        self.sampling: list[dict[str, Any]] = []
-        self.between: Callable[[FakeHandle], None] = lambda handle: None
-        self.before: Callable[[], None] = lambda: None
-        self.manifest = SimpleNamespace(source=SimpleNamespace(name="tiny"))
-        self.folder, self.chat_template, self.tower = Path("tiny"), None, None
-        self.encode: Callable[[str], list[Any]] = lambda text: [len(text), False]
-        snapshot = SimpleNamespace(output_tokens=6, prompt_tokens=21, prefix_hit_tokens=8)
-        metrics = SimpleNamespace(snapshot=lambda: snapshot)
-        self.engine = SimpleNamespace(max_context=128, metrics=metrics)
-
-    def load(self, bundle: Path, **options: Any) -> "FakeModel":
-        return self
-
-    def stream_chat(self, messages: list[dict[str, str]], **sampling: Any) -> FakeHandle:
-        self.asked.append([dict(message) for message in messages])
-        self.sampling.append(sampling)
-        self.before()
-        return FakeHandle(self.between)
-
-    def chat_tokens(
-        self, messages: list[dict[str, str]], add_generation_prompt: bool = True, on_overflow: str | None = None
-    ) -> list[Any]:
-        return self.encode("".join(message["content"] for message in messages) + "?" * add_generation_prompt)
-
-    def __enter__(self) -> "FakeModel":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
 
 @pytest.fixture
@@ -179,13 +108,6 @@ def test_what_gives_several_answers_or_only_json_is_refused(talk, model: FakeMod
     assert found in ran.err
 
 
-def failing(error: Exception) -> Callable[[FakeHandle], None]:
-    def fail(handle: FakeHandle) -> None:
-        raise error
-
-    return fail
-
-
 def test_a_script_ends_at_the_first_answer_that_fails(talk, model: FakeModel):
     model.between = failing(RequestError("the context is full"))
     ran = talk("Hello", "Again")
@@ -251,6 +173,7 @@ def test_a_question_may_have_several_lines(talk, model: FakeModel, keys: str):
     assert model.asked == [[user("one\ntwo")]]
 
 
+@pytest.mark.threat("prefix-privacy")
 def test_former_questions_come_back_with_the_arrow_keys(
     talk, model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -74,22 +74,7 @@ def terminal(tiny_bundle: Path) -> Iterator[Terminal]:
         yield opened
 
 
-def test_ctrl_c_on_a_terminal_stops_the_answer_and_not_the_program(terminal: Terminal):
-    terminal.type("Hello\r")
-    terminal.wait_for("\x1b[?2004l")
-    terminal.wait_for("\n")
-    terminal.wait_for("\n")  # some of the answer
-    terminal.type("\x03")
-    terminal.wait_for("(stopped)")
-    terminal.wait_for(PROMPT)
-    terminal.type("/help\r")
-    terminal.wait_for("/exit")
-    terminal.wait_for(PROMPT)
-    terminal.type("/exit\r")
-    assert terminal.process.wait(LIMIT_S) == 0
-
-
-def test_what_is_pasted_during_an_answer_waits_whole_in_the_next_prompt(terminal: Terminal):
+def test_ctrl_c_stops_the_answer_and_what_was_pasted_meanwhile_waits_whole_in_the_next_prompt(terminal: Terminal):
     terminal.type("Hello\r")
     terminal.wait_for("\x1b[?2004l")
     terminal.wait_for("\n")
@@ -107,15 +92,7 @@ def test_what_is_pasted_during_an_answer_waits_whole_in_the_next_prompt(terminal
     assert terminal.process.wait(LIMIT_S) == 0
 
 
-def test_ctrl_c_at_the_prompt_says_how_to_leave_and_the_second_one_leaves(terminal: Terminal):
-    terminal.type("\x03")
-    terminal.wait_for("Ctrl-C again or Ctrl-D leaves")
-    terminal.wait_for(PROMPT)
-    terminal.type("\x03")
-    assert terminal.process.wait(LIMIT_S) == 0
-
-
-def test_ctrl_c_clears_the_line_and_a_line_between_two_of_them_stays(terminal: Terminal):
+def test_ctrl_c_clears_the_line_and_leaves_when_it_comes_twice_without_a_line_between(terminal: Terminal):
     terminal.type("/exit")
     terminal.wait_for("/exit")
     terminal.type("\x03")
@@ -125,7 +102,7 @@ def test_ctrl_c_clears_the_line_and_a_line_between_two_of_them_stays(terminal: T
     terminal.wait_for("this list")
     terminal.wait_for(PROMPT)
     terminal.type("\x03")
-    terminal.wait_for("leaves")
+    terminal.wait_for("Ctrl-C again or Ctrl-D leaves")
     terminal.wait_for(PROMPT)
-    terminal.type("/exit\r")
+    terminal.type("\x03")
     assert terminal.process.wait(LIMIT_S) == 0

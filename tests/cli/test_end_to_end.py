@@ -61,12 +61,6 @@ def test_checkpoint_becomes_export_becomes_bundle_becomes_text(llmc, one_layer: 
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["bundle", "export", "once"]
 
 
-def test_inspect_and_verify_accept_what_build_wrote(llmc, tiny_bundle: Path):
-    summary = json.loads(llmc("inspect", tiny_bundle, "--json").out)
-    assert summary["bundle"]["recipe"]["precision"] == "int8"
-    assert llmc("verify", tiny_bundle).out.endswith("is sound\n")
-
-
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 
@@ -79,8 +73,8 @@ def test_a_flipped_bit_is_found_by_verify(llmc, copied_bundle: Path):
     assert "weights.bin is corrupt" in ran.err
 
 
-@pytest.mark.parametrize("verb", ["run", "bench", "verify", "inspect"])
-def test_a_truncated_bundle_is_refused_by_every_verb(llmc, copied_bundle: Path, verb: str):
+@pytest.mark.parametrize("verb", ["run", "inspect"])
+def test_a_truncated_bundle_is_refused_by_verbs_that_load_it_and_that_read_it(llmc, copied_bundle: Path, verb: str):
     with (copied_bundle / "weights.bin").open("r+b") as file:
         file.truncate(1000)
     ran = llmc(verb, copied_bundle, *(["-p", "x"] if verb == "run" else []))
@@ -108,14 +102,6 @@ def test_a_reader_that_leaves_early_is_no_error(tiny_bundle: Path):
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(timeout=120) == 1
-
-
-def test_text_arrives_while_it_is_generated(tiny_bundle: Path):
-    command = slow_llmc("run", tiny_bundle, "-p", PROMPT, *ENDLESS)
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        process.stdout.read(1)
-        assert process.poll() is None
-        process.kill()
 
 
 # ------------------------------------------------------------------------------------------------- stopped on the way

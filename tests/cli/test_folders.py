@@ -34,11 +34,6 @@ def test_an_adapter_is_refused_by_name_beside_base_weights_and_alone(llmc, unbui
         assert (ran.code, ran.out) == (1, "") and words in ran.err and "export its base model with it" in ran.err
 
 
-def test_inspect_shows_an_export(llmc, tiny_export: Path):
-    ran = llmc("inspect", tiny_export)
-    assert (ran.code, ran.out.split()[0]) == (0, "export")
-
-
 def test_a_damaged_bundle_and_any_other_folder_are_for_the_reader_of_bundles(llmc, tmp_path: Path):
     assert "no llmc.json here" in llmc("verify", tmp_path).err
     for name in ("llmc.json", "export.json"):

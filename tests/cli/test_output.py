@@ -74,6 +74,7 @@ def test_tables_are_aligned_and_end_without_blanks(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.splitlines() == ["bundle        size", "int8          5 MB", "int4 [bold]  30 MB"]
 
 
+@pytest.mark.threat("terminal-escapes")
 def test_foreign_names_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]):
     output.print_rows([("model", "\x1b[2Jtiny\u202e")])
     assert capsys.readouterr().out == "model  \\x1b[2Jtiny\\u202e\n"

@@ -2,91 +2,23 @@
 
 import dataclasses
 import json
-import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import click
 import pytest
+from doubles.talking import RESULT, FakeModel, failing
 
 from llmc.cli import options
 from llmc.cli.chat import chat_command
 from llmc.cli.run import run_command
 from llmc.errors import RequestError
-from llmc.runtime import GenerationResult, Output, SamplingParams, Timings, Usage
-from llmc.runtime.api.chat import MessageDelta
-from llmc.runtime.observe.metrics import RequestMetrics
-from llmc.runtime.sampling.logprobs import TokenLogprobs
+from llmc.runtime import Output, SamplingParams
 
-METRICS = RequestMetrics(0.1, 0.5, 0.25, 0.25, 0.25, 0.25, 0.75, 7, 0, 2, 0, 0, 0, "stop")
-LOGPROBS = (TokenLogprobs(1, -0.5, ((1, -0.5),)), TokenLogprobs(2, -math.inf, ()))
-FIRST = Output(0, "ab", (1, 2), "stop", 42, logprobs=LOGPROBS, stop_reason="END")
-RESULT = GenerationResult(
-    (FIRST,), Usage(7, 2), Timings(0.5, 0.25, 7, 1), SamplingParams(seed=42, json_schema={"type": "object"}), METRICS
-)
-SEVERAL = dataclasses.replace(RESULT, outputs=(FIRST, Output(1, "cd", (3, 4), "length", None, -1.25)))
+SEVERAL = dataclasses.replace(RESULT, outputs=(*RESULT.outputs, Output(1, "cd", (3, 4), "length", None, -1.25)))
 FIELDS = {field.name: field for field in dataclasses.fields(SamplingParams)}
-
-
-class FakeStream:
-    """Two pieces of text, or an error after the first one."""
-
-    def __init__(self, error: BaseException | None = None, result: GenerationResult = RESULT) -> None:
-        self.error = error
-        self.ended = result
-
-    def __iter__(self):
-        yield "a"
-        if self.error:
-            raise self.error
-        yield "b"
-
-    def deltas(self) -> Iterator[MessageDelta]:
-        return (MessageDelta(0, text, "", ()) for text in self)
-
-    def result(self) -> GenerationResult:
-        return self.ended
-
-    def close(self) -> None:
-        pass
-
-
-class FakeModel:
-    """Notes how it is loaded, asked and closed."""
-
-    def __init__(self) -> None:
-        self.folder, self.chat_template = Path("tiny"), None
-        self.manifest = SimpleNamespace(source=SimpleNamespace(name="tiny"))
-        self.loaded: dict[str, Any] = {}
-        self.asked: list[tuple[str, Any, dict[str, Any]]] = []
-        self.closed = False
-        self.error: BaseException | None = None
-        self.ended = RESULT
-
-    def load(self, bundle: Path, **options: Any) -> "FakeModel":
-        self.loaded = {"bundle": bundle, **options}
-        return self
-
-    def stream(self, prompt: str, **sampling: Any) -> FakeStream:
-        self.asked.append(("stream", prompt, given(sampling)))
-        return FakeStream(self.error, self.ended)
-
-    def stream_chat(self, messages: list[dict[str, str]], **sampling: Any) -> FakeStream:
-        self.asked.append(("chat", [dict(message) for message in messages], given(sampling)))
-        return FakeStream(self.error, self.ended)
-
-    def __enter__(self) -> "FakeModel":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.closed = True
-
-
-def given(sampling: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in sampling.items() if value is not None}
 
 
 @pytest.fixture
@@ -102,7 +34,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
 def test_text_goes_to_stdout_and_nothing_else_anywhere(llmc, model: FakeModel, tmp_path: Path):
     ran = llmc("run", tmp_path, "-p", "Once")
     assert (ran.code, ran.out, ran.err) == (0, "ab\n", "")
-    assert model.asked == [("stream", "Once", {})]
+    assert (model.asked, model.sampling) == (["Once"], [{}])
     unset = dict.fromkeys(("threads", "max_context", "self_test", "verify", "memory"))
     assert model.loaded == {"bundle": tmp_path, **unset, "emulate": False, "device": 0, "draft": "auto"}
     assert model.closed
@@ -115,7 +47,7 @@ def test_images_stand_before_the_prompt_and_are_answered_as_a_chat(llmc, model: 
     ran = llmc("run", tmp_path, "-p", "Which?", "--image", files[0], "--image", files[1])
     assert (ran.code, ran.out) == (0, "ab\n")
     parts = [{"type": "image", "image": str(file)} for file in files]
-    assert model.asked == [("chat", [{"role": "user", "content": [*parts, {"type": "text", "text": "Which?"}]}], {})]
+    assert model.asked == [[{"role": "user", "content": [*parts, {"type": "text", "text": "Which?"}]}]]
 
 
 # A value of each kind as it is typed, and what the library must be given.
@@ -146,7 +78,7 @@ def test_every_kind_of_parameter_is_an_option_and_reaches_the_library_under_its_
 ):
     ran = llmc("run", tmp_path, "-p", "Once", "--json", *typed(name))
     assert (ran.code, ran.err) == (0, "")
-    ((_, _, sampling),) = model.asked
+    (sampling,) = model.sampling
     assert sampling == {name: VALUES[name][1]}
     assert type(sampling[name]) is type(VALUES[name][1])
 
@@ -186,7 +118,7 @@ def test_schemas_and_grammars_may_be_files(llmc, model: FakeModel, tmp_path: Pat
     file = tmp_path / "a:file"
     file.write_text(content, encoding="utf-8")
     llmc("run", tmp_path, "-p", "Once", f"--{name.replace('_', '-')}", file)
-    assert model.asked == [("stream", "Once", {name: content})]
+    assert (model.asked, model.sampling) == (["Once"], [{name: content}])
 
 
 @pytest.mark.parametrize(
@@ -260,7 +192,7 @@ def test_what_only_json_shows_is_refused_without_it(
 )
 def test_stdin_is_the_prompt_without_its_last_newline(llmc, model: FakeModel, tmp_path: Path, stdin: str, prompt: str):
     assert llmc("run", tmp_path, stdin=stdin.encode()).code == 0
-    assert model.asked == [("stream", prompt, {})]
+    assert model.asked == [prompt]
 
 
 def test_stdin_that_is_not_utf8_is_refused_with_the_byte(llmc, model: FakeModel, tmp_path: Path):
@@ -281,11 +213,6 @@ def test_more_than_the_context_can_hold_is_refused_before_it_is_all_read(
     assert sys.stdin.buffer.tell() == 128 * 64 + 1
 
 
-def test_chat_sends_the_prompt_as_the_users_message(llmc, model: FakeModel, tmp_path: Path):
-    assert llmc("run", tmp_path, "--chat", "-p", "Hello").out == "ab\n"
-    assert model.asked == [("chat", [{"role": "user", "content": "Hello"}], {})]
-
-
 def test_stats_go_to_stderr(llmc, model: FakeModel, tmp_path: Path):
     ran = llmc("run", tmp_path, "-p", "Once", "--stats")
     assert ran.out == "ab\n"
@@ -296,14 +223,14 @@ def test_stats_go_to_stderr(llmc, model: FakeModel, tmp_path: Path):
 
 
 def test_a_refused_request_is_a_sentence_after_what_was_streamed(llmc, model: FakeModel, tmp_path: Path):
-    model.error = RequestError("the context is full")
+    model.between = failing(RequestError("the context is full"))
     ran = llmc("run", tmp_path, "-p", "Once")
     assert (ran.code, ran.out, ran.err) == (1, "a", "llmc: error: the context is full\n")
     assert model.closed
 
 
 def test_ctrl_c_while_streaming_closes_the_model(llmc, model: FakeModel, tmp_path: Path):
-    model.error = KeyboardInterrupt()
+    model.between = failing(KeyboardInterrupt())
     ran = llmc("run", tmp_path, "-p", "Once")
     assert (ran.code, ran.out, ran.err.strip()) == (130, "a", "interrupted")
     assert model.closed
@@ -319,4 +246,4 @@ def test_chat_on_a_terminal_is_a_conversation(llmc, model: FakeModel, tmp_path: 
     first = [{"role": "user", "content": "Hello"}]
     second = [*first, {"role": "assistant", "content": "ab"}, {"role": "user", "content": "Again"}]
     assert (ran.code, ran.out) == (0, "ab\nab\n")
-    assert model.asked == [("chat", first, {"seed": 1}), ("chat", second, {"seed": 1})]
+    assert (model.asked, model.sampling) == ([first, second], [{"seed": 1}] * 2)

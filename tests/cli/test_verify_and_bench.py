@@ -65,7 +65,7 @@ def verifications(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append({"bundle": bundle, **options})
         return VerifyReport(files=6, prompts=4, tokens=64, equal_tokens=63, largest_difference=9.5e-7)
 
-    monkeypatch.setattr("llmc.runtime.model.verify", verify)
+    monkeypatch.setattr("llmc.runtime.loading.verify", verify)
     monkeypatch.setattr("llmc.cli.options.refuse_other", lambda path: None)
     generates = SimpleNamespace(geometry=SimpleNamespace(encoder=None))
     monkeypatch.setattr("llmc.cli.verify.read_bundle", lambda _: generates)

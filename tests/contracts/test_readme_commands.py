@@ -15,6 +15,7 @@ from llmc.runtime import load
 
 PAGES = [
     "README.md",
+    "export/FAMILIES.md",
     "export/README.md",
     "optimize/README.md",
     "runtime/README.md",

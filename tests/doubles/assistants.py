@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from doubles.tiny import draw
 from safetensors.torch import load_file
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM
 
@@ -24,17 +25,13 @@ def write_assistant(folder: Path, model: Path, *, clustered: bool = False, plant
     text |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
     clusters = {"use_ordered_embeddings": clustered, "num_centroids": CLUSTERS, "centroid_intermediate_top_k": BEST}
     torch.manual_seed(1)
-    assistant = Gemma4AssistantForCausalLM(
-        Gemma4AssistantConfig(text_config=text, backbone_hidden_size=width, **clusters)
-    )
+    config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=width, **clusters)
+    assistant = draw(Gemma4AssistantForCausalLM(config))
     with torch.no_grad():
         for name, parameter in assistant.named_parameters():
-            parameter.normal_(float(parameter.dim() == 1), 0.25)
             if planted and name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
                 parameter.zero_()
         for name, buffer in assistant.named_buffers():
-            if name.endswith("layer_scalar"):
-                buffer.fill_(0.75)
             if name.endswith("token_ordering"):
                 buffer.copy_(torch.randperm(len(buffer)))
         if planted:

@@ -5,33 +5,22 @@ written from its rules (arXiv 2502.09992, 2505.22618) and runs a whole forward f
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from doubles.tiny import BASE, draw, write_tokenizer
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from llmc.export.families.llada import KEYS
 
-TINY = Path(__file__).parents[2] / "recipes" / "tiny" / "checkpoint"
 VOCAB, MASK, EOS = 4096, 3, 0
 SHIFTS = {"llada": 0, "Dream": 1}  # of each family's logits
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rope_theta": 500.0,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
+SIZES: dict[str, Any] = {name: size for name, size in BASE.items() if not name.endswith("token_id")}
+SIZES |= {"vocab_size": VOCAB, "rope_theta": 500.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
 # Keys and values as published, but for sizes; of LLaDA these have other names.
 PUBLISHED = json.loads((Path(__file__).parents[1] / "export" / "published" / "models.json").read_text("utf-8"))
 CONFIGS = {"llada": PUBLISHED["LLaDA-8B-Instruct"]["config"], "Dream": PUBLISHED["Dream-v0-Instruct-7B"]["config"]}
@@ -78,15 +67,12 @@ def write_checkpoint(folder: Path, family: str) -> Path:
     sizes = {names.get(name, name): value for name, value in SIZES.items()}
     ids = {"vocab_size": VOCAB, "mask_token_id": MASK, "bos_token_id": EOS, "eos_token_id": EOS}
     (folder / "config.json").write_text(json.dumps({**CONFIGS[family], **sizes, **ids}))
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copyfile(TINY / name, folder / name)
+    write_tokenizer(folder, ())
     cut = {"do_sample": True, "temperature": 0.2, "top_p": 0.95}  # which no diffusion model can do
     (folder / "generation_config.json").write_text(json.dumps(cut if family == "Dream" else {}))
-    generator, tensors = torch.Generator().manual_seed(0), dict[str, Tensor]()
-    for name, tensor in _model(family, SIZES).state_dict().items():  # far from ties, sure enough for thresholds
-        around = 1.0 if "norm" in name else 0.0
-        tensors[name] = torch.randn(tensor.shape, generator=generator) * 0.25 + around
-    tensors["lm_head.weight"] *= 2.0
+    torch.manual_seed(0)
+    tensors = draw(_model(family, SIZES)).state_dict()
+    tensors["lm_head.weight"] *= 2.0  # far from ties, sure enough for thresholds
     found = {_rename(name) if family == "llada" else name: tensor for name, tensor in tensors.items()}
     save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -12,22 +12,16 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from doubles.tiny import SMALL_MODEL, tiny
 from tokenizers import processors
 
-TINY = Path(__file__).parents[2] / "recipes" / "tiny" / "checkpoint"
 END = "<|end|>"
 HIDDEN, VOCAB = 64, 4097  # the small model's tokens and END
 CONFIG = {
+    "model_type": "qwen3",
     "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
     "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 32,
-    "max_position_embeddings": 128,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
     "pad_token_id": VOCAB - 1,
 }
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -71,9 +65,7 @@ def write_embedder(
     **case: Any,
 ) -> Path:
     """A checkpoint as Qwen3-Embedding is published: a decoder without its head, names without ``model.``."""
-    from transformers import AutoModel
-
-    _write_decoder(folder, AutoModel, {"model_type": "qwen3", **case})
+    _write_decoder(folder, "AutoModel", case)
     modules = ["Transformer", "Pooling", *("Dense" for _ in dense), *(["Normalize"] if normalize else [])]
     write_modules(folder, modules)
     kinds = {f"pooling_mode_{kind}": kind == f"{pooling}" for kind in ("cls_token", "lasttoken")}
@@ -93,9 +85,7 @@ def write_embedder(
 
 def write_reranker(folder: Path, **case: Any) -> Path:
     """A checkpoint as Qwen3-Reranker is published: a causal model, two of whose tokens' logits are the score."""
-    from transformers import AutoModelForCausalLM
-
-    _write_decoder(folder, AutoModelForCausalLM, {"model_type": "qwen3", "tie_word_embeddings": True, **case})
+    _write_decoder(folder, "AutoModelForCausalLM", {"tie_word_embeddings": True, **case})
     write_modules(folder, ["Transformer", "LogitScore"])
     write_json(folder / "1_LogitScore" / "config.json", {"true_token_id": 300, "false_token_id": 301})
     reads = {"method": "forward", "method_output_name": "logits"}
@@ -123,10 +113,7 @@ def write_reranker(folder: Path, **case: Any) -> Path:
 def write_classifier(folder: Path, **case: Any) -> Path:
     """A reranker with a head of its own for the score, and a tokenizer that joins query and document; what it puts at
     their end is padding to transformers, which scores at the token before."""
-    from transformers import AutoModelForSequenceClassification
-
-    options = {"model_type": "qwen3", "num_labels": 1, **case}
-    _write_decoder(folder, AutoModelForSequenceClassification, options)
+    _write_decoder(folder, "AutoModelForSequenceClassification", {"num_labels": 1, **case})
     return folder
 
 
@@ -154,24 +141,12 @@ def write_modules(folder: Path, kinds: Sequence[str]) -> None:
     )
 
 
-def _write_decoder(folder: Path, kind: Any, case: dict[str, Any]) -> None:
-    import torch
-    from transformers import AutoConfig
-
-    torch.manual_seed(0)
-    model = kind.from_config(AutoConfig.for_model(**{**CONFIG, **case}))
-    with torch.no_grad():
-        for parameter in model.parameters():  # norms around one, the rest large enough to make every part matter
-            parameter.normal_(float(parameter.dim() == 1), 0.25)
-    model.save_pretrained(folder)
-    _write_tokenizer(folder)
-
-
-def _write_tokenizer(folder: Path) -> None:
-    """The small model's tokenizer, which puts a token at the end of every text, as Qwen3-Embedding's does."""
+def _write_decoder(folder: Path, auto: str, case: dict[str, Any]) -> None:
+    """With the small model's tokenizer, which puts a token at the end of every text, as Qwen3-Embedding's does."""
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    tiny(folder, auto=auto, **{**CONFIG, **case})
+    tokenizer = tokenizers.Tokenizer.from_file(str(SMALL_MODEL / "tokenizer.json"))
     tokenizer.add_special_tokens([END])
     end = (END, tokenizer.token_to_id(END))
     ends = processors.TemplateProcessing(single=f"$A {END}", pair=f"$A $B {END}", special_tokens=[end])

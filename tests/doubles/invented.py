@@ -6,8 +6,6 @@ than :class:`Reference`, which is written in plain torch and knows nothing of ``
 """
 
 import json
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from doubles.tiny import write_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import relu, silu, softplus
@@ -29,7 +28,6 @@ from llmc.export.parts.recurrent import RecurrentConfig
 from llmc.export.parts.rope import Rope
 from llmc.export.reading import read_decoder
 
-TINY = Path(__file__).parents[2] / "recipes" / "tiny" / "checkpoint"
 HIDDEN, VOCAB, EPS = 64, 4096, 1e-5
 SOFTCAP = 8.0  # of logits up to 10
 # The first two have one width, so that their tables can be mistaken for each other.
@@ -98,13 +96,12 @@ def write_checkpoint(folder: Path, dtype: str = "float32", layers: list[dict[str
         "ropes": ROPES,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copyfile(TINY / name, folder / name)
+    write_tokenizer(folder, ())
     generator = torch.Generator().manual_seed(0)
     tensors = {
         # Norms and biases around one, decays so slow that states matter, the rest around zero.
         name: (torch.randn(shape, generator=generator) * 0.25 + _mean(name, shape)).to(getattr(torch, dtype))
-        for name, shape in _shapes(layers).items()
+        for name, shape in read(Keys(config, "invented")).parameter_shapes.items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -112,56 +109,6 @@ def write_checkpoint(folder: Path, dtype: str = "float32", layers: list[dict[str
 
 def _mean(name: str, shape: tuple[int, ...]) -> int:
     return -2 if name.endswith((".A_log", ".dt_bias")) else len(shape) % 2 if len(shape) < 3 else 0
-
-
-def _shapes(layers: list[dict[str, Any]]) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCAB, HIDDEN),
-        "lm_head.weight": (VOCAB, HIDDEN),
-    }
-    for i, layer in enumerate(layers):
-        at, mlp = f"model.layers.{i}", layer.get("mlp")
-        shapes[f"{at}.input_layernorm.weight"] = (HIDDEN,)
-        if mlp is not None or layer.get("experts"):
-            shapes[f"{at}.post_attention_layernorm.weight"] = (HIDDEN,)
-        for part, write in (("attention", _attention_shapes), ("recurrent", _recurrent_shapes)):
-            shapes |= {f"{at}.{name}": shape for name, shape in write(layer[part])} if layer.get(part) else {}
-        if experts := layer.get("experts"):
-            shapes[f"{at}.experts.router.weight"] = (experts["count"], HIDDEN)
-            shapes[f"{at}.experts.gate_up_proj.weight"] = (experts["count"], 2 * experts["inner"], HIDDEN)
-            shapes[f"{at}.experts.down_proj.weight"] = (experts["count"], HIDDEN, experts["inner"])
-        if mlp is None:
-            continue
-        for part in ("gate", "up", "down") if mlp.get("gated", True) else ("up", "down"):
-            shape = (HIDDEN, mlp["inner"]) if part == "down" else (mlp["inner"], HIDDEN)
-            shapes[f"{at}.mlp.{part}_proj.weight"] = shape
-            if mlp.get("bias"):
-                shapes[f"{at}.mlp.{part}_proj.bias"] = shape[:1]
-    return shapes | {"model.norm.weight": (HIDDEN,)}
-
-
-def _attention_shapes(mixer: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    queries, keys = mixer["heads"] * mixer["head_dim"], mixer["kv_heads"] * mixer["head_dim"]
-    linears = {"q": (queries, HIDDEN), "k": (keys, HIDDEN), "v": (keys, HIDDEN), "o": (HIDDEN, queries)}
-    for part in "qo" if "source" in mixer else "qkvo":
-        yield f"self_attn.{part}_proj.weight", linears[part]
-        if mixer.get("o_bias" if part == "o" else "qkv_bias"):
-            yield f"self_attn.{part}_proj.bias", linears[part][:1]
-    if mixer.get("qk_norm"):
-        yield from ((f"self_attn.{part}_norm.weight", (mixer["head_dim"],)) for part in "qk")
-
-
-def _recurrent_shapes(mixer: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    heads, channels = mixer.get("value_heads", 0), mixer["channels"]
-    inner = heads * mixer["value_dim"] if heads else channels
-    yield "recurrent.in_proj.weight", (channels if heads else 3 * channels, HIDDEN)
-    yield "recurrent.conv.weight", (channels, 1, mixer["taps"])
-    yield "recurrent.out_proj.weight", (HIDDEN, inner)
-    if heads:
-        yield from ((f"recurrent.{part}_proj.weight", (heads, HIDDEN)) for part in ("beta", "decay"))
-        yield from ((f"recurrent.{name}", (heads,)) for name in ("A_log", "dt_bias"))
-        yield "recurrent.gate_proj.weight", (inner, HIDDEN)
-        yield "recurrent.norm.weight", (mixer["value_dim"],)
 
 
 class Reference:

@@ -13,21 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from doubles import tiny
 from doubles.shared import shared
 
 Tensors = dict[str, np.ndarray]
-BASE = {
-    "model_type": "qwen2",
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+BASE = {"model_type": "qwen2", "num_hidden_layers": 1}
 MIXTURE = {
     "model_type": "qwen3_moe",
     "head_dim": 16,
@@ -224,14 +214,11 @@ class Written:
 def write_checkpoint(scheme: Scheme, folder: Path, **config: Any) -> Written:
     """A random checkpoint of which all linears but the head are quantized."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**BASE, **config}))
+    model = tiny.make(**{**BASE, **config})
     rng, matrices = np.random.default_rng(0), {}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(float(parameter.dim() == 1), 0.25)
             if name.endswith("_proj.weight"):
                 matrix = random_matrix(rng, tuple(parameter.shape), scheme.grid)
                 matrices[name.removesuffix(".weight")] = matrix
@@ -251,9 +238,7 @@ def write_checkpoint(scheme: Scheme, folder: Path, **config: Any) -> Written:
         tensors.pop(f"{module}.weight", None)
         tensors |= {f"{module}.{part}": array for part, array in scheme.pack(matrix).items()}
     write_tensors(folder, tensors, {"bfloat16": "weight_scale"}.get(scheme.grid.scale_type, ""))
-    settings = {**model.config.to_dict(), "quantization_config": scheme.config}
-    (folder / "config.json").write_text(json.dumps(settings))
-    write_tokenizer(folder)
+    _write_settings(folder, model, scheme.config)
     return Written(matrices, model.eval())
 
 
@@ -275,10 +260,8 @@ def write_float8(folder: Path, config: dict[str, Any], name: str, block: tuple[i
     Returns the weights that it stands for, float32 by name.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**BASE))
+    model = tiny.make(**BASE)
     tensors, weights = dict(model.state_dict()), {}
     for own in [own for own in tensors if own.endswith("_proj.weight")]:
         outputs, inputs = tensors[own].shape
@@ -291,9 +274,7 @@ def write_float8(folder: Path, config: dict[str, Any], name: str, block: tuple[i
         tensors[own.removesuffix("weight") + name] = scales[:, 0, :, 0] if any(block) else scales.reshape(())
         tensors[own.removesuffix("weight") + "activation_scale"] = torch.tensor(1.0)
     write_tensors(folder, tensors)
-    settings = {**model.config.to_dict(), "quantization_config": config}
-    (folder / "config.json").write_text(json.dumps(settings))
-    write_tokenizer(folder)
+    _write_settings(folder, model, config)
     return weights
 
 
@@ -303,13 +284,12 @@ def write_float8_experts(folder: Path, scale_fmt: str, *, stacked: bool) -> dict
     from types import SimpleNamespace
 
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+    from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
     how = FineGrainedFP8Config(activation_scheme="static", weight_block_size=(16, 32), scale_fmt=scale_fmt)
     quantize, back = Fp8Quantize(SimpleNamespace(quantization_config=how)), Fp8Dequantize(None)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**BASE, **MIXTURE}))
+    model = tiny.make(**{**BASE, **MIXTURE})
     tensors, floats = dict(model.state_dict()), {}
     for own in [own for own in tensors if own.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         stack, at = tensors.pop(own), own.rpartition(".")[0]
@@ -327,15 +307,13 @@ def write_float8_experts(folder: Path, scale_fmt: str, *, stacked: bool) -> dict
                 tensors[f"{name}.weight_scale_inv"] = scales[expert].chunk(len(parts))[number].contiguous()
                 tensors[f"{name}.activation_scale"] = torch.tensor(1.0)
     write_tensors(folder, tensors)
-    settings = {**model.config.to_dict(), "quantization_config": how.to_dict()}
-    (folder / "config.json").write_text(json.dumps(settings))
-    write_tokenizer(folder)
+    _write_settings(folder, model, how.to_dict())
     return floats
 
 
-def write_tokenizer(folder: Path) -> None:
-    tokenizer = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+def _write_settings(folder: Path, model: Any, quantization: dict[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps({**model.config.to_dict(), "quantization_config": quantization}))
+    tiny.write_tokenizer(folder)
 
 
 def write_tensors(folder: Path, tensors: dict[str, Any], bfloat16: str = "") -> None:

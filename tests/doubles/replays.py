@@ -3,11 +3,12 @@
 from pathlib import Path
 
 from llmc.optimize.judge import finished
+from llmc.runtime import LoadedBundle
 from llmc.runtime.selftest import replay
 
 
 def in_this_process(folder: Path, emulate: bool) -> tuple[str, str]:
     """What the process would answer where all is well; errors come as they are."""
-    with finished.load(folder, self_test=False, emulate=emulate) as model:
+    with finished.load(folder, kind=LoadedBundle, self_test=False, emulate=emulate) as model:
         replay(model)
     return "", ""

@@ -1,19 +1,17 @@
-"""Checkpoints of models that see: random weights of a tiny model of each family, with the files of its processor."""
+"""Checkpoints of models that see: a tiny model of each family, with the files of its processor."""
 
 import json
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
+from doubles import tiny
 from doubles.seeing import TEMPLATE
 from doubles.shared import shared
 
-TINY = Path(__file__).parents[2] / "recipes" / "tiny" / "checkpoint"
 TILE, TOKENS, SIDE = 32, 4, 4  # pixels, rows of a tile, and most tiles of each side of an image
 MARKERS = ("<image>", "<fake_token_around_image>", "<global-img>")
 PLACES = tuple(f"<row_{row}_col_{column}>" for row in range(1, SIDE + 1) for column in range(1, SIDE + 1))
@@ -122,10 +120,91 @@ LFM2_IMAGES = {
 LFM2_PROCESSOR = {"processor_class": "Lfm2VlProcessor"}
 
 
+# Qwen's, whose rows are squares of 2 x 2 patches, and windows of 2 x 2 rows.
+QWEN_MARKERS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+QWEN_IMAGE, PATCH = 4098, 4
+QWEN_TEXT: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+QWEN_TEXT |= {"num_key_value_heads": 2, "vocab_size": 4100, "max_position_embeddings": 512, "rms_norm_eps": 1e-6}
+QWEN_TEXT |= {"bos_token_id": 0, "eos_token_id": 2}
+QWEN_VISION: dict[str, Any] = {
+    "depth": 4,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 48,
+    "out_hidden_size": 64,
+}
+QWEN_VISION |= {"patch_size": PATCH, "spatial_merge_size": 2, "temporal_patch_size": 2}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+DEEP = {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2]}
+PLACE_TOKENS = {
+    "vision_start_token_id": 4096,
+    "vision_end_token_id": 4097,
+    "image_token_id": 4098,
+    "video_token_id": 4099,
+}
+QWEN: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "text_config": {**QWEN_TEXT, "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}},
+        "vision_config": {**QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1, 3]},
+    },
+    "qwen3_vl": {
+        "text_config": {
+            **QWEN_TEXT,
+            "head_dim": 16,
+            "rope_parameters": {**ROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+        },
+        "vision_config": {**QWEN_VISION, **DEEP},
+    },
+    "qwen3_5": {
+        "text_config": {
+            **QWEN_TEXT,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "rope_parameters": {
+                **ROPE,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+        "vision_config": {**QWEN_VISION, "num_position_embeddings": 36},
+    },
+}
+# As Qwen2.5-VL is published, for smaller images.
+QWEN_IMAGES = {
+    "min_pixels": 256,
+    "max_pixels": 4096,
+    "patch_size": PATCH,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "processor_class": "Qwen2_5_VLProcessor",
+}
+QWEN_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}:"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
 @dataclass(frozen=True)
 class Family:
-    """What is written of a family: config, processor files, and special tokens in the order of their ids, the image's
-    first; the rows of a tile; and a seed with which images decide what is said."""
+    """What is written of a family: config, processor files, and special tokens in the order of their ids; the rows of a
+    tile; a seed with which images decide what is said; the chat template."""
 
     config: dict[str, Any]
     images: dict[str, Any]
@@ -133,47 +212,46 @@ class Family:
     tokens: tuple[str, ...]
     rows: int = TOKENS
     seed: int = 0
+    template: str = TEMPLATE
 
 
 SMOLVLM = Family(CONFIG, IMAGES, PROCESSOR, (*MARKERS, *PLACES))
+GEMMA_TEMPLATE = TEMPLATE.replace("<image>", "<start_of_image>")
 FAMILIES = {
     "smolvlm": SMOLVLM,
     "idefics3": SMOLVLM,
-    "gemma3": Family(GEMMA_CONFIG, GEMMA_IMAGES, GEMMA_PROCESSOR, (*GEMMA_MARKERS, *PLACES), GEMMA_TOKENS),
+    "gemma3": Family(
+        *(GEMMA_CONFIG, GEMMA_IMAGES, GEMMA_PROCESSOR, (*GEMMA_MARKERS, *PLACES)), GEMMA_TOKENS, template=GEMMA_TEMPLATE
+    ),
     "lfm2_vl": Family(LFM2_CONFIG, LFM2_IMAGES, LFM2_PROCESSOR, (*LFM2_MARKERS, *LFM2_PLACES), 16, 1),
+    **{
+        kind: Family({**config, **PLACE_TOKENS}, QWEN_IMAGES, {}, QWEN_MARKERS, template=QWEN_TEMPLATE)
+        for kind, config in QWEN.items()
+    },
 }
 
 
 def write_seeing(folder: Path, kind: str = "smolvlm") -> Path:
-    import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
     family = FAMILIES[kind]
-    torch.manual_seed(family.seed)
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **family.config))
-    with torch.no_grad():
-        for parameter in model.parameters():  # norms around one, the rest large enough to make every part matter
-            parameter.normal_(float(parameter.dim() == 1), 0.25)
+    model = tiny.make(kind, "AutoModelForImageTextToText", family.seed, **family.config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):  # states that keep what they have seen
+            parameter.data.fill_(-4)
     model.save_pretrained(folder)
+    tiny.write_tokenizer(folder, family.tokens)
+    (folder / "chat_template.jinja").write_text(family.template)
     write_json(folder / "preprocessor_config.json", family.images)
-    write_json(folder / "processor_config.json", family.processor)
-    tokenizer = tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json"))
-    tokenizer.add_special_tokens(list(family.tokens))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    shutil.copyfile(TINY / "tokenizer_config.json", folder / "tokenizer_config.json")
-    placeholder = "<start_of_image>" if kind == "gemma3" else "<image>"
-    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("<image>", placeholder))
+    if family.processor:
+        write_json(folder / "processor_config.json", family.processor)
     return folder
 
 
 def share_seeing(factory: pytest.TempPathFactory, kind: str = "smolvlm") -> Path:
     """A folder with a tiny model of any kind, ``checkpoint``, and its ``export``, which nobody may change."""
-    from doubles.qwen_towers import CONFIGS, write_qwen
-
     from llmc.export import export
 
     def make(folder: Path) -> None:
-        export((write_qwen if kind in CONFIGS else write_seeing)(folder / "checkpoint", kind), folder / "export")
+        export(write_seeing(folder / "checkpoint", kind), folder / "export")
 
     return shared(factory, kind, make)
 
@@ -203,15 +281,14 @@ def copy_checkpoint(checkpoint: Path, folder: Path) -> Path:
 
 def read_processor(folder: Path, kind: str) -> Any:
     """The family's own processor of what :func:`share_seeing` wrote, with Pillow's resampling."""
-    from doubles.qwen_towers import CONFIGS, Processor
     from transformers import PreTrainedTokenizerFast
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
     from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-    if kind in CONFIGS:
-        return Processor(folder)
+    if kind in QWEN:
+        return QwenProcessor(folder)
     if kind == "lfm2_vl":
         from doubles.naflex import NaflexProcessor
 
@@ -226,5 +303,41 @@ def read_processor(folder: Path, kind: str) -> Any:
     return Gemma3Processor(images, tokenizer, image_seq_length=GEMMA_TOKENS, chat_template=template)
 
 
+def prepare(processor: Any, messages: Sequence[Any]) -> dict[str, Any]:
+    """What a processor makes of messages, with the names that the model takes."""
+    made = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    given = processor.apply_chat_template(messages, **made)
+    names = {"input_ids", "attention_mask", "pixel_values", "pixel_attention_mask", "token_type_ids"}
+    names |= {"spatial_shapes", "image_grid_thw", "mm_token_type_ids"}
+    return {name: given[name] for name in names & given.keys()}
+
+
 def write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values), encoding="utf-8")
+
+
+class QwenProcessor:
+    """What transformers' Qwen2_5_VLProcessor makes of messages, which needs torchvision for videos."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import PreTrainedTokenizerFast
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        self.images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+
+    def apply_chat_template(self, messages: Sequence[Any], **_: Any) -> dict[str, Any]:
+        import torch
+
+        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        given: dict[str, Any] = {}
+        if images := [part["image"] for each in messages for part in each["content"] if part["type"] == "image"]:
+            given = dict(self.images(images, return_tensors="pt"))
+            counts = iter((given["image_grid_thw"].prod(1) // 4).tolist())
+            text = "".join(
+                part + "<|image_pad|>" * next(counts) if number < len(images) else part
+                for number, part in enumerate(text.split("<|image_pad|>"))
+            )
+        ids = torch.tensor([self.tokenizer.encode(text, add_special_tokens=False)])
+        kinds = (ids == QWEN_IMAGE).int()
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": kinds, **given}

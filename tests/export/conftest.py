@@ -13,21 +13,11 @@ import pytest
 from doubles import invented
 from doubles.lowerings import open_session
 from doubles.shared import shared
+from doubles.tiny import tiny, write_tokenizer
 
 Feeds = dict[str, np.ndarray]
 Run = Callable[[Feeds], list[np.ndarray]]
 
-BASE = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,  # divides into blocks of int4
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,  # small, so that tiny heads have short, medium and long wavelengths
@@ -416,32 +406,12 @@ def make_case(name: str, factory: pytest.TempPathFactory, **changes: Any) -> Cas
                 invented.register(patch)
                 invented.write_checkpoint(folder / "checkpoint")
             else:
-                write_random_checkpoint(case, folder / "checkpoint")
+                tiny(folder / "checkpoint", **case)
             export(folder / "checkpoint", folder / "export")
 
     digest = hashlib.sha256(json.dumps(case, sort_keys=True).encode()).hexdigest()[:16]
     folder = shared(factory, f"{name}-{digest}", make)
     return Case(name, folder / "checkpoint", folder / "export")
-
-
-def write_random_checkpoint(case: dict[str, Any], folder: Path) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    options = {**BASE, **case}
-    dtype, shard_size = options.pop("dtype", "float32"), options.pop("shard_size", "1GB")
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**options))
-    with torch.no_grad():
-        for parameter in model.parameters():  # norms around one, the rest large enough to make every part matter
-            parameter.normal_(float(parameter.dim() == 1), 0.25)
-        for name, buffer in model.named_buffers():
-            if name.endswith("layer_scalar"):
-                buffer.fill_(0.75)
-            if name.endswith("e_score_correction_bias"):
-                buffer.normal_(0, 0.25)
-    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard_size)
-    write_tokenizer(folder)
 
 
 class Reference:
@@ -488,8 +458,7 @@ def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
 
     def write(name: str, **changes: Any) -> Path:
         folder = tmp_path_factory.mktemp("checkpoint")
-        write_random_checkpoint({**CASES[name], **changes}, folder)
-        return folder
+        return tiny(folder, **{**CASES[name], **changes})
 
     return cache(write)
 
@@ -499,8 +468,7 @@ def write_case() -> Callable[[dict[str, Any], Path], Any]:
     """Writes a random checkpoint of a config into a folder; transformers, running it."""
 
     def write(case: dict[str, Any], folder: Path) -> Any:
-        write_random_checkpoint(case, folder)
-        return Reference(folder)
+        return Reference(tiny(folder, **case))
 
     return write
 
@@ -566,10 +534,6 @@ SHAPES = {
     "model.norm.weight": [8],
     "lm_head.weight": [16, 8],
 }
-
-
-def write_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}')
 
 
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray], dtypes: dict[str, str] | None = None) -> None:

@@ -146,6 +146,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.threat("adapter-files")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_fit_is_refused(name, llama, tmp_path):
     found, config, message = REFUSED[name]
@@ -196,6 +197,7 @@ def test_a_tied_table_is_not_changed_alone(random_checkpoint, tmp_path):
         read_checkpoint(random_checkpoint("qwen2-tied-bf16"), [(folder, 1.0)])
 
 
+@pytest.mark.threat("adapter-files")
 def test_folders_and_scales_are_checked(llama, adapter):
     with pytest.raises(UsageError, check=about("scale")):
         read_checkpoint(llama, [(adapter, float("nan"))])

@@ -150,6 +150,7 @@ def test_a_corrupt_index_is_named(checkpoint, text):
     refuses(checkpoint, "model.safetensors.index.json is corrupt", "no weight_map")
 
 
+@pytest.mark.threat("checkpoint-links")
 @pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", 3, "config.json"])
 def test_an_index_that_leads_out_of_the_folder_is_refused(checkpoint, file):
     checkpoint.split()

@@ -156,6 +156,7 @@ def without(file: str) -> Callable[[Path], None]:
     return lambda folder: (folder / file).unlink()
 
 
+@pytest.mark.threat("encoder-modules")
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [

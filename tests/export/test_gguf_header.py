@@ -80,6 +80,7 @@ CASES: dict[str, tuple[bytes, str]] = {
 }
 
 
+@pytest.mark.threat("gguf-header")
 @pytest.mark.parametrize("name", CASES)
 def test_a_header_that_cannot_be_right_is_refused_at_once(name, tmp_path):
     data, words = CASES[name]
@@ -95,6 +96,7 @@ def test_a_header_that_cannot_be_right_is_refused_at_once(name, tmp_path):
     assert memory < 1 << 20 and time.perf_counter() - start < 5
 
 
+@pytest.mark.threat("gguf-header")
 def test_the_number_of_items_of_all_arrays_has_a_bound(tmp_path):
     size = MOST_ITEMS // 2 + 1
     array = struct.pack("<IQ", 0, size) + bytes(size)
@@ -187,6 +189,7 @@ def test_a_rope_that_llama_has_not_is_refused(random_checkpoint, tmp_path, kind)
     refuses(path, f"llama.rope.scaling.type is '{kind}'", "expected none, linear or yarn")
 
 
+@pytest.mark.threat("gguf-header")
 def test_blocks_of_no_numbers_are_named(random_checkpoint, tmp_path):
     """A scale that is NaN would make every weight of its block one."""
     path = write_gguf(random_checkpoint("llama-biases", intermediate_size=96), tmp_path / "model.gguf", "Q5_0")
@@ -211,6 +214,7 @@ def test_a_model_in_several_files_is_read_together(folder, tmp_path):
     assert len(load(folder)) == len(found.tensors)
 
 
+@pytest.mark.threat("gguf-header")
 def test_a_part_that_is_missing_or_not_the_first_is_named(folder, tmp_path):
     first = write_gguf(folder, tmp_path / "model.gguf", parts=3)
     second, third = (first.with_name(f"model-0000{part}-of-00003.gguf") for part in (2, 3))
@@ -225,6 +229,7 @@ def test_a_part_that_is_missing_or_not_the_first_is_named(folder, tmp_path):
     )
 
 
+@pytest.mark.threat("gguf-header")
 def test_a_tensor_in_two_parts_is_refused(folder, tmp_path):
     first = write_gguf(folder, tmp_path / "model.gguf", parts=3)
     second = first.with_name("model-00002-of-00003.gguf")

@@ -117,6 +117,7 @@ PIECES: dict[str, Any] = {
 }
 
 
+@pytest.mark.threat("gguf-tokenizer")
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -149,6 +150,7 @@ def test_what_no_byte_pair_encoding_has_is_refused(changes, words):
     assert words in str(caught.value)
 
 
+@pytest.mark.threat("gguf-tokenizer")
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

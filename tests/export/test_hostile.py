@@ -17,6 +17,7 @@ from llmc.export.sources.safetensors import LONGEST_NAME
 COPIED = ["config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
 
 
+@pytest.mark.threat("checkpoint-links")
 @pytest.mark.parametrize("name", [*COPIED, "generation_config.json", "model.safetensors.index.json"])
 def test_a_file_that_links_out_of_the_checkpoint_is_refused(checkpoint, name):
     """It may be there so that somebody's key is copied into what he publishes."""
@@ -32,6 +33,7 @@ def test_a_file_that_links_out_of_the_checkpoint_is_refused(checkpoint, name):
     assert {path.name for path in checkpoint.folder.parent.iterdir()} == {"checkpoint", "outside"}
 
 
+@pytest.mark.threat("checkpoint-links")
 @pytest.mark.parametrize("name", [*COPIED, "model.safetensors"])
 def test_a_pipe_in_the_place_of_a_file_holds_nothing_up(checkpoint, name):
     (checkpoint.folder / name).unlink(missing_ok=True)
@@ -44,6 +46,7 @@ def test_a_pipe_in_the_place_of_a_file_holds_nothing_up(checkpoint, name):
 ABSURD = {"deep": '{"a":' * 100_000, "closed": "[" * 500 + "]" * 500, "digits": '{"vocab_size": ' + "9" * 4000 + "}"}
 
 
+@pytest.mark.threat("checkpoint-json")
 @pytest.mark.parametrize("content", ABSURD.values(), ids=ABSURD)
 @pytest.mark.parametrize("name", [*COPIED[:-1], "generation_config.json", "header", "index"])
 def test_json_beyond_any_bound_is_refused(checkpoint, name, content):
@@ -59,6 +62,7 @@ def test_json_beyond_any_bound_is_refused(checkpoint, name, content):
         read_checkpoint(checkpoint.folder)
 
 
+@pytest.mark.threat("terminal-escapes")
 def test_a_name_with_an_escape_sequence_is_shown_as_text(checkpoint):
     checkpoint.tensors["\x1b[2J\x1b]0;owned\x07\u202emodel"] = np.zeros(1, np.float32)
     checkpoint.write_weights()
@@ -96,6 +100,7 @@ def test_what_a_file_says_is_quoted_on_one_short_line(checkpoint, name: str, con
     assert str(caught.value).isprintable() and len(str(caught.value)) < 600
 
 
+@pytest.mark.threat("checkpoint-json")
 def test_a_name_of_any_length_fills_no_terminal(checkpoint):
     checkpoint.tensors["m" * (LONGEST_NAME + 1)] = np.zeros(1, np.float32)
     checkpoint.write_weights()
@@ -104,6 +109,7 @@ def test_a_name_of_any_length_fills_no_terminal(checkpoint):
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.threat("checkpoint-json")
 def test_a_shape_of_a_hundred_thousand_numbers_is_not_multiplied(checkpoint):
     entry = {"dtype": "F32", "shape": [10**39] * 100_000, "data_offsets": [0, 0]}
     header = json.dumps({"model.norm.weight": entry}).encode()
@@ -112,6 +118,7 @@ def test_a_shape_of_a_hundred_thousand_numbers_is_not_multiplied(checkpoint):
         read_checkpoint(checkpoint.folder)
 
 
+@pytest.mark.threat("checkpoint-numbers")
 @pytest.mark.parametrize("name", RANGES)
 def test_every_number_has_a_range(name):
     low, high = RANGES[name]

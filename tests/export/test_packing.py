@@ -33,6 +33,7 @@ def refuses(folder, scheme, change, *words, **config):
         assert word in str(caught.value)
 
 
+@pytest.mark.threat("packed-tensors")
 @pytest.mark.parametrize("scheme", packers.SCHEMES)
 def test_a_missing_part_is_named(scheme, tmp_path):
     needed = [name for name in parts(scheme) if not name.endswith((".g_idx", "weight_g_idx", "_zero_point"))][1:]
@@ -92,6 +93,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.threat("packed-tensors")
 @pytest.mark.parametrize("case", BROKEN)
 def test_parts_that_do_not_fit_are_refused(case, tmp_path):
     scheme, change, words = BROKEN[case]

@@ -245,6 +245,7 @@ def with_group(**changes):
     return {**COMPRESSED, "config_groups": {"group_0": {**group, **changes}}}
 
 
+@pytest.mark.threat("packed-tensors")
 @pytest.mark.parametrize(
     ("config", "words"),
     [

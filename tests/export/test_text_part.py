@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from doubles import towers
+from doubles.tiny import tiny
 
 from llmc.bundle import read_export
 from llmc.export import export
@@ -67,25 +69,15 @@ KINDS = {
     },
 }
 KINDS["idefics3"] = KINDS["smolvlm"]
+KINDS |= {kind: towers.FAMILIES[kind].config for kind in towers.QWEN}
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Gemma with a vision tower, as transformers saves it."""
-    import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
-    folder = tmp_path_factory.mktemp(request.param)
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(request.param, **KINDS[request.param])
-    model = AutoModelForImageTextToText.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.25)
-    model.save_pretrained(folder)
-    text = '{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}'
-    (folder / "tokenizer.json").write_text(text)
-    return folder
+    return tiny(
+        tmp_path_factory.mktemp(request.param), request.param, "AutoModelForImageTextToText", **KINDS[request.param]
+    )
 
 
 def test_the_text_part_computes_what_the_whole_computes_of_text(
@@ -106,7 +98,9 @@ def test_the_text_part_computes_what_the_whole_computes_of_text(
     }
     places = np.tile(np.arange(20), (2, 1))
     run = onnxruntime_run(output)
-    found = run({"input_ids": ids, "past_lengths": np.zeros(2, np.int64), "logit_indices": places, **caches})[0]
+    feeds = {"input_ids": ids, "past_lengths": np.zeros(2, np.int64), "logit_indices": places, **caches}
+    feeds |= {"new_lengths": np.full(2, 20)} if read_export(output).geometry.has_states else {}
+    found = run(feeds)[0]
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         expected = model(torch.from_numpy(ids)).logits.numpy()

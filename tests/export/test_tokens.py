@@ -137,6 +137,7 @@ USED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.threat("extra-tokens")
 @pytest.mark.parametrize("name", USED)
 def test_a_tokenizer_that_makes_such_tokens_of_text_is_another_models(checkpoint, name):
     """The graph would fail at the first text with such a token."""

@@ -63,6 +63,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 SHAPES = ("a line of 20 million pixels", "a column of 20 million pixels", "a header alone", "colours")
 
 
+@pytest.mark.threat("image-bombs")
 @pytest.mark.parametrize(
     ("model", "name"),
     [
@@ -78,12 +79,14 @@ def test_no_image_holds_up_others_or_takes_more_than_its_share(seeing, model: st
     assert "0x" not in held.said
 
 
+@pytest.mark.threat("json-cost", "tokenize-cost")
 @pytest.mark.parametrize("name", ATTACKS.attacks())
 def test_no_body_holds_up_others(watch, name: str):
     held = watch.least_held(ATTACKS.attacks()[name], most_s())
     assert held.health_s < most_s() and held.peak < MOST_MEMORY, held
 
 
+@pytest.mark.threat("stored-responses")
 def test_reading_what_is_stored_holds_up_nobody(watch):
     for name, attack in ATTACKS.stored(watch).items():
         held = watch.least_held(attack, most_s())

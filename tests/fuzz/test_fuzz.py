@@ -27,6 +27,7 @@ def fuzzed(subject: str, folder: Path, scratch: Path, seconds: float, *more: str
     )
 
 
+@pytest.mark.threat("processor-settings")
 @pytest.mark.parametrize("subject", SECONDS)
 def test_hostile_files_are_used_as_if_sound_or_refused_in_one_sentence(
     subject: str, tiny_bundle: Path, tiny_checkpoint: Path, tmp_path: Path

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from doubles import modules
 from doubles.lowerings import Lowering, long_texts, open_session
+from doubles.tiny import tiny
 
 from llmc.bundle import DECODER_FILE, Geometry, Limits, read_export
 from llmc.optimize.judge.reference import empty_caches
@@ -37,11 +38,7 @@ CASES: tuple[str, ...] = tuple(name for name in random_checkpoints.CASES if not 
 def random_checkpoint_writer() -> Callable[..., Path]:
     """Writes a random checkpoint by its name, with changes, into a folder."""
 
-    def write(folder: Path, name: str, **changes: Any) -> Path:
-        random_checkpoints.write_random_checkpoint({**random_checkpoints.CASES[name], **changes}, folder)
-        return folder
-
-    return write
+    return lambda folder, name, **changes: tiny(folder, **{**random_checkpoints.CASES[name], **changes})
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ def test_a_state_is_planned_once_for_each_row(bundle: Path):
 class Foresight:
     """Drafts what comes, of which every third token is another one."""
 
-    costs_by_token, wrong = False, 3
+    costs_by_token, watch, wrong = False, None, 3
 
     def __init__(self, texts: list[list[int]]) -> None:
         self._texts = texts
@@ -135,8 +135,10 @@ def test_accepted_tokens_leave_states_as_if_they_alone_had_counted(bundle: Path)
 
         def feed(start: int, count: int, counting: int, *, provisional: bool = False) -> None:
             ids = np.array([PROMPTS[0][start : start + count]])
-            call = Batch(Phase.DECODE, ids, np.array([start]), np.arange(count)[None], 1, provisional=provisional)
-            session.run(replace(call, new_lengths=np.array([counting])))
+            call = Batch.of(
+                Phase.DECODE, ids, np.array([start]), np.arange(count)[None], 1, new_lengths=np.array([counting])
+            )
+            session.run(replace(call, provisional=provisional))
 
         def states(accepted: int, *, provisional: bool) -> np.ndarray:
             """Of the second row, after some tokens of a verification, or of a call in which no other ones count."""
@@ -155,7 +157,7 @@ def test_rejected_drafts_leave_no_trace(bundle: Path, monkeypatch: pytest.Monkey
     with load(bundle, prefix_cache_bytes=0) as model:
         wanted = [generate(model, prompt) for prompt in PROMPTS]
     texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, wanted, strict=True)]
-    monkeypatch.setattr("llmc.runtime.model.make_drafter", lambda *_: Foresight(texts))
+    monkeypatch.setattr("llmc.runtime.loading.make_drafter", lambda *_: Foresight(texts))
     monkeypatch.setattr("llmc.runtime.speculation.speculator.Speculator", Always)
     with load(bundle, prefix_cache_bytes=0, draft="lookup") as model:
         results = [model.generate(prompt, **GREEDY) for prompt in PROMPTS]
@@ -177,7 +179,7 @@ def test_a_stop_among_drafts_keeps_no_states_of_what_stood_behind_it(bundle: Pat
                 break
         turn = [*prompt, *answer[:drawn], *PROMPTS[1]]
         wanted = generate(model, turn)
-    monkeypatch.setattr("llmc.runtime.model.make_drafter", lambda *_: Foresight([[*prompt, *answer]]))
+    monkeypatch.setattr("llmc.runtime.loading.make_drafter", lambda *_: Foresight([[*prompt, *answer]]))
     monkeypatch.setattr("llmc.runtime.speculation.speculator.Speculator", Always)
     monkeypatch.setattr(Foresight, "wrong", 1000)
     with load(bundle, draft="lookup") as model:

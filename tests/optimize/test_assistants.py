@@ -31,11 +31,10 @@ from llmc.export.sources.heads import read_head
 from llmc.optimize import recipe
 from llmc.optimize.build import build
 from llmc.runtime import Model, load
-from llmc.runtime.model import verify
+from llmc.runtime.loading import verify
 from llmc.runtime.runner.prefill import batch
 from llmc.runtime.sessions import Phase
 from llmc.runtime.speculation.head_drafter import AssistantDrafter
-from llmc.runtime.vision.rows import Embedded
 
 # Of a vector's length: both sides sum in other orders, which costs about 1e-6; another position, key or norm costs more
 # than 1e-3.
@@ -203,7 +202,7 @@ def test_the_portable_graph_and_its_module_compute_the_same(made: Made):
         session.cache.write(0, 0, 40, random.standard_normal(count).astype(np.float32))
         rows = random.standard_normal((1, width)).astype(np.float32)
         call = batch(Phase.DECODE, np.array([[7]]), [past], [0])
-        logits = session.run(replace(call, embedded=Embedded(np.array([[0]]), rows)))[0].copy()
+        logits = session.run(call.feed(embedding_indices=np.array([[0]]), embeddings=rows))[0].copy()
         hidden = session.hidden[0].copy()
         caches = {tensor.past: array for tensor, array in zip(session.cache.tensors, session.cache.arrays, strict=True)}
         decoder = load_decoder(made.head, read_head(made.head, made.model))
@@ -215,7 +214,7 @@ def test_the_portable_graph_and_its_module_compute_the_same(made: Made):
             places = [tensors[name] for name in ("input_ids", "past_lengths", "logit_indices")]
             pasts = [tuple(tensors[name] for name in cache.inputs) for cache in head.manifest.geometry.caches]
             with torch.no_grad():
-                eager, given, *_ = decoder(*places, pasts, None, (tensors["embedding_indices"], tensors["embeddings"]))
+                eager, given, *_ = decoder(*places, pasts, None, tensors["embedding_indices"], tensors["embeddings"])
             found = [*graph.run(["logits", "hidden"], feeds), eager.numpy(), given[-1][0].numpy()]
             pairs = zip((logits, hidden, logits, hidden), found, strict=True)
             close = [np.allclose(*both, RELATIVE_TOLERANCE, RELATIVE_TOLERANCE) for both in pairs]

@@ -15,7 +15,7 @@ from llmc.optimize.judge.reference import Reference
 from llmc.optimize.recipe import Request
 from llmc.optimize.weights.file import ALIGNMENT
 from llmc.runtime import load
-from llmc.runtime.model import verify
+from llmc.runtime.loading import verify
 
 UNTIED, TIED = "llama-biases", "qwen2-tied-bf16"
 # Of the small model rotary tables, the matrix that rotates, scales per output, and the page that each tensor begins on.

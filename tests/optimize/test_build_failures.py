@@ -45,6 +45,7 @@ def test_a_missing_file_is_refused_by_name(source, untouched, name):
     assert name in str(refused.value)
 
 
+@pytest.mark.threat("checkpoint-links")
 def test_a_file_that_links_out_of_the_export_is_refused(source, untouched):
     (source / "chat_template.jinja").symlink_to(source.parent / "outside")
     (source.parent / "outside").write_text("PRIVATE KEY")
@@ -52,6 +53,7 @@ def test_a_file_that_links_out_of_the_export_is_refused(source, untouched):
         build(source, untouched, force=True)
 
 
+@pytest.mark.threat("weights-overwritten")
 def test_weights_that_were_overwritten_in_the_checkpoint_are_refused(source, untouched):
     os.link(source / SHARD, source.parent / "of the checkpoint")
     set_weight(source, "model.norm.weight", 3.0)

@@ -26,7 +26,7 @@ from llmc.optimize.plan.device import device_plan
 from llmc.optimize.recipe import Request
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.runtime import load
-from llmc.runtime.model import verify
+from llmc.runtime.loading import verify
 
 UNTIED, TIED = "llama-biases", "qwen2-tied-bf16"
 SMALL = {"max_context": 64, "max_batch": 2}

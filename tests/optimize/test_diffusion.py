@@ -17,7 +17,7 @@ from llmc.optimize.judge.golden import find_targets
 from llmc.optimize.judge.layers import layer_errors
 from llmc.optimize.judge.reference import Reference
 from llmc.optimize.recipe import Request
-from llmc.runtime.model import load, verify
+from llmc.runtime.loading import load, verify
 
 # Of logits in float32, as in tests/export/test_diffusion.py.
 LOGIT_TOLERANCE = 4e-4

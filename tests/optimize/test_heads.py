@@ -34,12 +34,11 @@ from llmc.optimize import recipe
 from llmc.optimize.build import build
 from llmc.runtime import Model, Request, SamplingParams, load
 from llmc.runtime.api.handle import Handle
-from llmc.runtime.model import verify
+from llmc.runtime.loading import verify
 from llmc.runtime.runner.prefill import batch
 from llmc.runtime.selftest import VECTOR_TOLERANCE
 from llmc.runtime.sessions import Phase
 from llmc.runtime.speculation.head_drafter import AssistantDrafter, HeadDrafter
-from llmc.runtime.vision.rows import Embedded
 
 # Of a vector's length: both sides sum in other orders, which costs about 1e-6; a norm, a tensor or a position that is
 # another one costs more than 1e-2.
@@ -327,7 +326,7 @@ def read(model: Model, ids: list[int], rows: np.ndarray, past: int = 0) -> tuple
     session, places = model.runner.session, np.arange(len(ids))
     session.cache.grow(1, 128, 128)
     call = batch(Phase.PREFILL, np.array([ids]), [past], places.tolist())
-    logits = session.run(replace(call, embedded=Embedded(places[None], rows.astype(np.float32))))
+    logits = session.run(call.feed(embedding_indices=places[None], embeddings=rows.astype(np.float32)))
     return logits[0].copy(), session.hidden[0].copy()
 
 

@@ -150,7 +150,7 @@ def test_answers_are_the_same_alone_and_beside_others(bundle, level):
 # Of what is mapped: packing copies would cost all of it and more, as of 4 bits chosen anew; 0.25 were seen.
 MOST_GROWTH = 0.5
 LOAD = """
-import sys, onnxruntime, llmc.runtime.model
+import sys, onnxruntime, llmc.runtime.loading
 print(open("/proc/self/status").read())
 llmc.runtime.load(sys.argv[1], self_test=False)
 print(open("/proc/self/status").read())
@@ -183,6 +183,7 @@ def put_floats(tensors: dict[str, torch.Tensor]) -> None:
     tensors[EXPERT] = torch.zeros(8, 96, 64)
 
 
+@pytest.mark.threat("packed-tensors")
 @pytest.mark.parametrize(
     ("edit", "words"),
     [

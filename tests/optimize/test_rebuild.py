@@ -21,7 +21,7 @@ from llmc.optimize.rebuild import rebuild
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.publish import file_entries
 from llmc.runtime import Model, load
-from llmc.runtime.model import verify
+from llmc.runtime.loading import verify
 from llmc.runtime.sessions import Batch
 from llmc.runtime.sessions.tensorrt.engine import platform_name
 

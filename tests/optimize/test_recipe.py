@@ -207,6 +207,7 @@ def test_eight_bits_are_rotated_in_both_phases_where_a_text_decides_for_prompts(
         resolve(Request(scheme="gptq"), CPU, 2048, "x", rotates=False)
 
 
+@pytest.mark.threat("wrong-paths")
 def test_a_recipe_is_a_file_that_ends(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "long").write_bytes(b" " * (MOST_RECIPE + 1))

@@ -64,7 +64,7 @@ def run_all(folder: Path) -> list[np.ndarray]:
         ):
             row = 0 if len(tokens) != 2 else 1
             arrays = (np.array(values, np.int64) for values in (past, wanted))
-            found.append(session.run(Batch(phase, tokens, *arrays, row)).copy())
+            found.append(session.run(Batch.of(phase, tokens, *arrays, row)).copy())
     return found
 
 

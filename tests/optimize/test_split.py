@@ -20,7 +20,7 @@ from llmc.optimize.plan.memory import ROTATIONS, memory_plan
 from llmc.optimize.split import split
 from llmc.runtime import load
 from llmc.runtime.host import integrity
-from llmc.runtime.model import verify
+from llmc.runtime.loading import verify
 from llmc.runtime.selftest import VECTOR_TOLERANCE, replay_stage
 from llmc.runtime.server.models.loading import Loader
 from llmc.runtime.sessions import Batch, Phase, open_engine, open_session, staged
@@ -52,8 +52,8 @@ def run_all(folder: Path) -> list[np.ndarray]:
 
         def run(phase: Phase, tokens: Any, past: Any, wanted: Any, row: int = 0, new: Any = None) -> None:
             arrays = (np.array(values, np.int64) for values in (past, wanted))
-            lengths = None if new is None else np.array(new, np.int64)
-            found.append(session.run(Batch(phase, tokens, *arrays, row, lengths)).copy())
+            lengths = {} if new is None else {"new_lengths": np.array(new, np.int64)}
+            found.append(session.run(Batch.of(phase, tokens, *arrays, row, **lengths)).copy())
 
         run(Phase.PREFILL, ids[:1, :203], [0], [[5, 64, 202]])
         run(Phase.PREFILL, ids[:1, 203:256], [203], [[52]])

@@ -5,9 +5,11 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from http.client import HTTPConnection
+from itertools import combinations
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -47,10 +49,6 @@ def test_a_message_arrives_its_latency_and_its_bytes_over_the_rate_after_it_was_
     assert stages.receive(stages.send((0.005, 8e-8), values)) is values
     assert stages.receive((99.0, (0.005, 8e-8), None)) is None
     assert waited == pytest.approx([0.005 + 8e-8 * 1004, 0])
-
-
-def test_ratios_are_taken_within_rounds(script):
-    assert script("machine").ratio([2.0, 40.0, 9.0], [1.0, 10.0, 3.0]) == "3.00x; 2.00 to 4.00"
 
 
 def test_what_belongs_to_the_measurement_does_not_disturb_it(script, monkeypatch, tmp_path: Path, capsys):
@@ -180,24 +178,6 @@ def test_peers_compare_at_equal_quality_and_time_nothing_without_it(
     assert [len(row["rounds"]) for row in rows] == [1, 1, 1, 0] and "has no KL" in rows[-1]["trouble"]
 
 
-def test_a_disk_that_ran_full_below_a_mapped_file_is_named(script, monkeypatch, tmp_path):
-    peers = script("peers")
-    monkeypatch.setattr(peers, "HERE", tmp_path)
-    (tmp_path / "dies.py").write_text("import os, sys; os.kill(os.getpid(), int(sys.argv[1]))")
-    with pytest.raises(RuntimeError, match=r"dies\.py failed with exit code -7 \(.*is the disk full\?\): no message"):
-        peers.run_script(sys.executable, "dies.py", 7)
-    with pytest.raises(RuntimeError, match=r"dies\.py failed with exit code -9: no message"):
-        peers.run_script(sys.executable, "dies.py", 9)
-
-
-def test_a_peer_is_compared_with_ours_up_to_noise(script):
-    peers = script("peers")
-    peer, noise, worse = (
-        peers.Row(None, "", {phase: {"mean_kl": kl} for phase in peers.PHASES}) for kl in (1, 1.09, 1.11)
-    )
-    assert noise.as_good_as(peer) and not worse.as_good_as(peer)
-
-
 # ---------------------------------------------------------------------------------------------------------- made
 
 SMALL = {
@@ -239,13 +219,45 @@ def test_a_checkpoint_made_layer_by_layer_is_whole(name: str, script, tmp_path):
         assert tensor.isfinite().all()
 
 
-def test_a_filled_vocabulary_has_a_text_for_each_id_and_encodes_as_before(script, tiny_checkpoint: Path, tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    pytest.importorskip("torch")
-    path = tmp_path / "tokenizer.json"
-    path.write_bytes((tiny_checkpoint / "tokenizer.json").read_bytes())
-    script("make_model").fill_vocabulary(path, 5000)
-    before, after = (tokenizers.Tokenizer.from_file(str(each)) for each in (tiny_checkpoint / "tokenizer.json", path))
-    text = "def add(a, b):\n    return AAAB + QXYZ  # the sum"
-    assert after.encode(text).ids == before.encode(text).ids
-    assert (after.get_vocab_size(), after.decode([4999]).strip().isalpha()) == (5000, True)
+# ------------------------------------------------------------------------------------------------------------ picture
+
+
+def timed(name: str, runner: str, speeds: list[float], kl: float) -> dict[str, Any]:
+    quality = {"prefill": {"mean_kl": kl}} if kl else {}
+    return {
+        "entry": {"name": name, "runner": runner},
+        "quality": quality,
+        "rounds": [{"prefill 512": s} for s in speeds],
+    }
+
+
+ROWS = [
+    timed("llmc int8", "llmc", [280.0, 300.0, 290.0], 0.0013),
+    timed("llmc int8-fast", "llmc", [260.0], 0.0013),
+    timed("peer <8>", "llamacpp", [160.0], 0.0008),
+    timed("not judged", "llamacpp", [500.0], 0.0),
+]
+DOCUMENT = {"rows": ROWS, "machine": {"cpu": "AMD"}, "date": "2026-11-28T15:34:11+00:00"}
+
+
+def test_the_picture_has_the_median_speed_to_the_right_and_the_lower_kl_at_the_top(script):
+    picture = ElementTree.fromstring(script("picture").draw(DOCUMENT, ["prefill 512"]))
+    dots = [dot.attrib for dot in picture.iter("{http://www.w3.org/2000/svg}circle")]
+    (int8, fast, peer), pixels = dots, [float(dot["cx"]) for dot in dots]
+    assert [dot["class"] for dot in dots] == ["llmc", "llmc", "peer"]
+    assert (pixels[0] - pixels[1]) / (pixels[1] - pixels[2]) == pytest.approx((290 - 260) / (260 - 160), rel=0.01)
+    assert float(peer["cy"]) < float(int8["cy"]) == float(fast["cy"])
+
+
+def test_names_in_the_picture_do_not_overlap(script):
+    picture = ElementTree.fromstring(script("picture").draw(DOCUMENT, ["prefill 512"]))
+    names = [text for text in picture.iter("{http://www.w3.org/2000/svg}text") if "name" in text.get("class", "")]
+    assert [text.text for text in names] == ["llmc int8", "llmc int8-fast", "peer <8>"]
+    boxes = [(float(text.attrib["x"]), float(text.attrib["y"]), 3.6 * len(text.text or "")) for text in names]
+    for (x, y, half), (other_x, other_y, other_half) in combinations(boxes, 2):
+        assert abs(x - other_x) >= half + other_half or abs(y - other_y) >= 14
+
+
+def test_a_column_that_nobody_timed_is_no_picture(script):
+    with pytest.raises(ValueError, match="decode after 512"):
+        script("picture").draw(DOCUMENT, ["decode after 512"])

@@ -235,12 +235,6 @@ def test_what_a_call_cannot_carry_is_refused(script, archives, tmp_path):
         script("make_parts").cut(archives, tmp_path, 4000)
 
 
-def test_a_part_and_the_checkout_are_at_most_64_mib(script):
-    parts = script("make_parts")
-    assert parts.PART <= 45 << 20
-    assert parts.CARRIED == 64 << 20
-
-
 def fake_library(payloads: dict[int, bytes]) -> bytearray:
     """An ELF file with one section of machine code for GPUs, a payload for each architecture."""
     entries = b"".join(

@@ -197,9 +197,8 @@ class Remembering:
         self.before(batch)
         self.calls.append(batch)
         rows, new = batch.input_ids.shape
-        for row, past in enumerate(batch.past_lengths.tolist()):
+        for row, (past, count) in enumerate(zip(batch.past_lengths.tolist(), batch.counts, strict=True)):
             self.cache.check(batch.first_row + row, 0, past + new)
-            count = new if batch.new_lengths is None else batch.new_lengths[row]
             self.cache[batch.first_row + row, past : past + count] = batch.input_ids[row, :count]
         prefixes = [
             [
@@ -267,9 +266,8 @@ class InStages(Remembering):
     @staticmethod
     def compute(batch: Batch, cache: Tokens) -> list[list[int]]:
         """Write a call's tokens into the cache; what its rows then hold."""
-        found, most = [], batch.input_ids.shape[1]
-        counts = [most] * len(batch.input_ids) if batch.new_lengths is None else batch.new_lengths.tolist()
-        for i, (past, new) in enumerate(zip(batch.past_lengths.tolist(), counts, strict=True)):
+        found = []
+        for i, (past, new) in enumerate(zip(batch.past_lengths.tolist(), batch.counts, strict=True)):
             cache[batch.first_row + i, past : past + new] = batch.input_ids[i, :new]
             found.append(cache[batch.first_row + i, : past + new].tolist())
         return found

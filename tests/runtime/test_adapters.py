@@ -7,6 +7,7 @@ import socket
 import stat
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,8 @@ def test_quantized_weights_keep_what_the_adapter_says(bundles, peft):
         session.cache.grow(1, len(PROMPT), found.max_context)
 
         def kl(adapters: Any) -> float:
-            logits = session.run(Batch(Phase.DECODE, ids, start, every, adapters=adapters))[0].astype(np.float64)
+            call = replace(Batch.of(Phase.DECODE, ids, start, every), adapters=adapters)
+            logits = session.run(call)[0].astype(np.float64)
             seen = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
             return float((np.exp(wanted) * (wanted - seen)).sum(-1).mean())
 
@@ -245,6 +247,7 @@ def test_an_adapter_is_loaded_while_others_stream_and_joins_their_batch(bundles,
         assert tokens(joining.result()) == wanted["sql"]
 
 
+@pytest.mark.threat("adapter-files")
 def test_a_name_that_is_taken_or_none_is_refused(own, bundles):
     with pytest.raises(UsageError, check=about("name")):
         own.load_adapter("sql", place(bundles, "sql"))
@@ -297,6 +300,7 @@ DAMAGED = {
 }
 
 
+@pytest.mark.threat("adapter-files")
 @pytest.mark.parametrize("what", DAMAGED)
 def test_a_folder_that_does_not_fit_is_refused_and_others_go_on(what, model, bundles, tmp_path):
     folder = shutil.copytree(place(bundles, "sql"), tmp_path / "sql")
@@ -309,6 +313,7 @@ def test_a_folder_that_does_not_fit_is_refused_and_others_go_on(what, model, bun
         assert tokens(running.result()) == tokens(submit(model, None).result())
 
 
+@pytest.mark.threat("adapter-files")
 @pytest.mark.parametrize("file", [FACTORS_FILE, "adapter.json"])
 @pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "device", "link to a device", "link out", "nothing"])
 def test_what_is_no_file_of_the_folder_is_refused_at_once(kind, file, bundles, tmp_path):
@@ -337,6 +342,7 @@ def test_what_is_no_file_of_the_folder_is_refused_at_once(kind, file, bundles, t
     assert found.loaded == {}
 
 
+@pytest.mark.threat("adapter-files")
 def test_an_adapter_whose_file_is_cut_short_meanwhile_goes_on(bundles, model, tmp_path):
     folder = shutil.copytree(place(bundles, "sql"), tmp_path / "sql")
     with load(bundles / "fp32", adapters={"sql": folder}, self_test=False) as found:
@@ -366,6 +372,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.threat("adapter-files")
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_adapter_that_cannot_be_live_is_refused_by_name_and_nothing_is_written(name, bundles, tmp_path):
     found, config, message = REFUSED[name]

@@ -100,7 +100,7 @@ def feed(session: OnnxRuntimeSession, ids: Sequence[int], sizes: Sequence[int], 
         phase = Phase.DECODE if size == 1 else Phase.PREFILL
         new = np.array([ids[start : start + size]], np.int64)
         past = np.array([start + off if start else 0], np.int64)
-        parts.append(session.run(Batch(phase, new, past, np.arange(size)[None], row))[0].copy())
+        parts.append(session.run(Batch.of(phase, new, past, np.arange(size)[None], row))[0].copy())
         start += size
     return np.concatenate(parts)
 

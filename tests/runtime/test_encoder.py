@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from llmc.errors import BundleError, RequestError, UsageError
 from llmc.export import export
 from llmc.optimize import recipe as recipes
 from llmc.optimize.build import build
-from llmc.runtime import Model, load
+from llmc.runtime import Embedder, load
 from llmc.runtime.text.prompts import Prompts
 
 # Float32 adds in another order; vectors have length one.
@@ -24,6 +24,7 @@ TOLERANCE = 1e-4
 TEXTS = [f"def f{i}(x): return x" + " + x" * (i % 7) for i in range(12)] + ["", "a"]
 TASK = "Given a bug, find the patch"
 Built = Callable[..., Path]
+open_embedder = partial(load, kind=Embedder)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +49,8 @@ def built(exports: Built, tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Path, built: Built) -> Iterator[Model]:
-    with load(built(checkpoint, precision="fp32", max_context=64), threads=1, prefill_chunk=48) as model:
+def model(checkpoint: Path, built: Built) -> Iterator[Embedder]:
+    with open_embedder(built(checkpoint, precision="fp32", max_context=64), threads=1, prefill_chunk=48) as model:
         yield model
 
 
@@ -72,7 +73,7 @@ def test_vectors_are_those_of_sentence_transformers(model, checkpoint, ours, the
 def test_positions_that_see_those_after_them_do_not_see_padding(tmp_path, built):
     """EmbeddingGemma, in calls of rows of all lengths."""
     checkpoint = encoders.write_embedder(tmp_path / "gemma", pooling="mean", dense=encoders.DENSE, **encoders.GEMMA)
-    with load(built(checkpoint, precision="fp32"), threads=1) as model:
+    with open_embedder(built(checkpoint, precision="fp32"), threads=1) as model:
         found = model.embed(TEXTS, instruction="query")
     assert np.abs(found - encoders.embeddings(checkpoint, TEXTS, prompt_name="query")).max() <= TOLERANCE
 
@@ -115,8 +116,8 @@ def reranker(encoder_bundles: dict[str, Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(encoder_bundles: dict[str, Path]) -> Iterator[Model]:
-    with load(encoder_bundles["rank"], threads=1) as model:
+def ranks(encoder_bundles: dict[str, Path]) -> Iterator[Embedder]:
+    with open_embedder(encoder_bundles["rank"], threads=1) as model:
         yield model
 
 
@@ -133,7 +134,7 @@ def test_scores_are_those_of_sentence_transformers(ranks, reranker, ours, theirs
 
 def test_a_head_for_the_score_and_its_sigmoid_are_taken_over(tmp_path, built):
     checkpoint = encoders.write_classifier(tmp_path / "classifier")
-    with load(built(checkpoint, precision="fp32"), threads=1) as model:
+    with open_embedder(built(checkpoint, precision="fp32"), threads=1) as model:
         found = model.rank(QUERY, DOCUMENTS)
     assert np.abs(found - encoders.scores(checkpoint, QUERY, DOCUMENTS)).max() <= TOLERANCE
     assert (found > 0).all() and (found < 1).all()
@@ -170,9 +171,10 @@ def test_golden_texts_that_come_out_otherwise_fail_the_self_test(model, tmp_path
     turned = replace(first, values=tuple(-value for value in first.values))
     write_manifest(replace(model.manifest, vectors=(turned, *others)), copied)
     with pytest.raises(BundleError, match=r"a vector differs by .* from that recorded when it was built"):
-        load(copied, self_test=True)
+        open_embedder(copied, self_test=True)
 
 
+@pytest.mark.threat("encoder-modules")
 @pytest.mark.parametrize(
     "content",
     [[], {"prompts": ["a"]}, {"prompts": {"a": 1}}, {"prompts": {}, "default_prompt_name": "a"}, {"truncate_dim": 0}],
@@ -183,11 +185,12 @@ def test_a_broken_file_of_prompts_is_refused(tmp_path, content):
         Prompts.from_folder(tmp_path)
 
 
+@pytest.mark.threat("forged-tokens")
 def test_what_a_document_spells_is_text(ranks):
     """A token that the tokenizer declares special is none in a document."""
     rows: list[list[int]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks.encoder, "encode", lambda found: rows.extend(found) or np.zeros((len(found), 1)))
+        patch.setattr(ranks, "encode", lambda found: rows.extend(found) or np.zeros((len(found), 1)))
         ranks.rank(QUERY, ["a"])
         ranks.rank(QUERY, [f"a{encoders.END}"])
     special = ranks.tokenizer.token_to_id(encoders.END)

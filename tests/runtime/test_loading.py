@@ -16,8 +16,8 @@ import pytest
 from llmc.bundle import read_bundle, write_manifest
 from llmc.errors import BundleError, LlmcError, UsageError
 from llmc.publish import file_entries
-from llmc.runtime import load, model
-from llmc.runtime.model import verify
+from llmc.runtime import Generator, load, loading
+from llmc.runtime.loading import verify
 
 
 @pytest.fixture
@@ -35,6 +35,7 @@ def flip(path: Path) -> None:
         file.write(bytes([byte ^ 1]))
 
 
+@pytest.mark.threat("wrong-paths")
 @pytest.mark.parametrize(
     ("path", "error", "words"),
     [
@@ -54,6 +55,7 @@ def test_what_is_no_bundle_is_refused_in_a_sentence(call: Any, path: Any, error:
         call(path)
 
 
+@pytest.mark.threat("bundle-files")
 def test_a_planted_chat_template_is_refused(folder: Path):
     secret = folder.parent / "secret"
     secret.write_text("the secret")
@@ -68,6 +70,7 @@ def test_a_planted_chat_template_is_refused(folder: Path):
         load(folder)
 
 
+@pytest.mark.threat("bundle-damage")
 def test_a_flipped_bit_is_found_by_hashing_and_at_the_first_load_but_not_where_nobody_looks(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -81,10 +84,11 @@ def test_a_flipped_bit_is_found_by_hashing_and_at_the_first_load_but_not_where_n
             load(folder, **options)
 
 
+@pytest.mark.threat("bundle-replaced")
 def test_a_bundle_that_is_replaced_while_it_is_loaded_is_loaded_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
     published: list[int] = []
     closed: list[Path] = []
-    opened = model.open_session
+    opened = loading.open_session
 
     def overtaken(*arguments: Any) -> Any:
         session = opened(*arguments)
@@ -96,9 +100,9 @@ def test_a_bundle_that_is_replaced_while_it_is_loaded_is_loaded_again(folder: Pa
             new.rename(folder)
         return session
 
-    close = model.Model.close
-    monkeypatch.setattr(model, "open_session", overtaken)
-    monkeypatch.setattr(model.Model, "close", lambda self, *how: (closed.append(self.folder), close(self, *how)))
+    close = Generator.close
+    monkeypatch.setattr(loading, "open_session", overtaken)
+    monkeypatch.setattr(Generator, "close", lambda self, *how: (closed.append(self.folder), close(self, *how)))
     with load(folder, self_test=False) as loaded:
         assert loaded.manifest.notes == ("the new one",)
         assert closed == [folder]
@@ -134,6 +138,7 @@ def exchange(place: Path, aside: Path, other: Path) -> None:
     other.rename(place)
 
 
+@pytest.mark.threat("bundle-replaced")
 @pytest.mark.parametrize("linked", [False, True], ids=["folder", "link"])
 def test_a_bundle_that_stands_in_another_ones_place_for_a_moment_lends_it_nothing(
     folder: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linked: bool
@@ -144,7 +149,7 @@ def test_a_bundle_that_stands_in_another_ones_place_for_a_moment_lends_it_nothin
         place.symlink_to(folder)
         copy, real = tmp_path / "second", copy
         copy.symlink_to(real)
-    expected, opened, times = parts_of(folder), model.open_session, []
+    expected, opened, times = parts_of(folder), loading.open_session, []
 
     def overtaken(*arguments: Any) -> Any:
         times.append(1)
@@ -156,11 +161,12 @@ def test_a_bundle_that_stands_in_another_ones_place_for_a_moment_lends_it_nothin
         finally:
             exchange(place, copy, aside)
 
-    monkeypatch.setattr(model, "open_session", overtaken)
+    monkeypatch.setattr(loading, "open_session", overtaken)
     assert parts_of(place) == expected
     assert len(times) == (1 if linked else 2)  # what a link led to stays where it is
 
 
+@pytest.mark.threat("bundle-replaced")
 @pytest.mark.slow
 def test_while_folders_change_places_each_load_is_of_one_of_them(folder: Path, other: Path, tmp_path: Path):
     copy, aside = Path(shutil.copytree(other, tmp_path / "copy")), tmp_path / "aside"
@@ -191,6 +197,7 @@ def test_while_folders_change_places_each_load_is_of_one_of_them(folder: Path, o
     assert set(found) == set(whole)
 
 
+@pytest.mark.threat("bundle-replaced")
 def test_a_chat_template_is_never_that_of_another_bundle(folder: Path):
     with load(folder, self_test=False) as loaded:
         write_manifest(replace(read_bundle(folder), notes=("another",)), folder)
@@ -199,6 +206,7 @@ def test_a_chat_template_is_never_that_of_another_bundle(folder: Path):
         assert loaded.generate([1, 2], max_tokens=1).token_ids  # what was loaded goes on
 
 
+@pytest.mark.threat("bundle-replaced")
 def test_a_removed_bundle_goes_on_running(folder: Path):
     with load(folder, self_test=False) as loaded:
         before = loaded.generate([1, 2, 3], max_tokens=4, temperature=0).token_ids

@@ -14,7 +14,7 @@ from llmc.bundle import LARGEST_TOLERANCE, DeviceMemory, GoldenPrompt, read_bund
 from llmc.errors import BundleError
 from llmc.publish import file_entries
 from llmc.runtime import Model, load, selftest
-from llmc.runtime.model import verify
+from llmc.runtime.loading import verify
 from llmc.runtime.selftest import LOGIT_TOLERANCE, VerifyReport, replay
 
 BEYOND = 1.2 * LOGIT_TOLERANCE

@@ -60,6 +60,7 @@ def test_among_long_matches_the_longest_counts(monkeypatch: pytest.MonkeyPatch):
     assert PromptLookup().propose(0, text, 1) == [41]  # planted: only the last one is looked at
 
 
+@pytest.mark.threat("lookup-privacy")
 def test_sequences_do_not_see_each_other_and_are_forgotten():
     lookup = PromptLookup()
     assert lookup.propose(1, [1, 2, 3, 1, 2], 1) == [3]

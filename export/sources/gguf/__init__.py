@@ -104,6 +104,6 @@ def _headers(path: Path) -> list[Header]:
 def _generation(metadata: Mapping[str, Any]) -> dict[str, Any]:
     prefix = "general.sampling."
     advised = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    found = {_SAMPLING.get(key, key): value for key, value in advised.items()}
-    samples = any(name in found for name in _SAMPLED) and found.get("temperature", 1.0) != 0
-    return {"do_sample": samples, **found} if found else {}
+    defaults = {_SAMPLING.get(key, key): value for key, value in advised.items()}
+    samples = any(name in defaults for name in _SAMPLED) and defaults.get("temperature", 1.0) != 0
+    return {"do_sample": samples, **defaults} if defaults else {}

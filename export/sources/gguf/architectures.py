@@ -127,7 +127,7 @@ def _gemma3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma4(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers that see all positions have heads of their own size, of which a part turns: other factors are endless."""
+    """Full-attention layers have another head size, of which only a part is rotated: other factors are infinite."""
     windowed, shared = data.each("attention.sliding_window_pattern") or [], _size(data, "attention.shared_kv_layers", 0)
     full, width = [index for index, its in enumerate(windowed) if not its], data.get("attention.key_length_swa")
     heads, inner = data.of_layers("attention.head_count_kv"), data.of_layers("feed_forward_length")
@@ -252,12 +252,12 @@ def _gpt_oss(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _olmo2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """With windows it is OLMo 3, which scales the rope of full layers only; both ropes have one base."""
-    found = _biased(data, config)
-    local = data.get("rope.freq_base_swa", found["rope_theta"])
-    if local != found["rope_theta"]:
-        raise data.error("rope.freq_base_swa", str(local), f"that of other layers, {found['rope_theta']}")
+    rewritten = _biased(data, config)
+    local = data.get("rope.freq_base_swa", rewritten["rope_theta"])
+    if local != rewritten["rope_theta"]:
+        raise data.error("rope.freq_base_swa", str(local), f"that of other layers, {rewritten['rope_theta']}")
     windows = _windows(data)
-    return {**found, **windows, "model_type": "olmo3"} if windows else found
+    return {**rewritten, **windows, "model_type": "olmo3"} if windows else rewritten
 
 
 def _windows(data: Metadata) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def _lfm2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qwen35(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers that predict further tokens come last, and are left out. Of text, positions on all axes are the same."""
+    """Leave out the last layers, which predict further tokens, and the axes of positions, which text does not need."""
     data.skip("rope.dimension_sections")
     sizes = {name: _size(data, key) for key, name in _SIZES.items()}
     sizes["linear_value_head_dim"] //= sizes["linear_num_value_heads"]

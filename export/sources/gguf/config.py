@@ -77,10 +77,10 @@ class Metadata:
         value, layers = self.values.get(f"{self.architecture}.{key}"), self.get("block_count")
         if type(layers) is not int or not 0 < layers <= MOST_LAYERS:
             raise self.error("block_count", repr(layers), "a number of layers")
-        found = value.tolist() if isinstance(value, np.ndarray) else [value] * layers
-        if len(found) != layers or any(type(item) is not int for item in found):
+        values = value.tolist() if isinstance(value, np.ndarray) else [value] * layers
+        if len(values) != layers or any(type(item) is not int for item in values):
             raise self.error(key, repr(value), f"a number for each of the {layers} layers")
-        return found
+        return values
 
     def has(self, tensor: str) -> bool:
         """True if the first layer has this tensor."""
@@ -110,7 +110,7 @@ class Metadata:
 
 
 def read_common(data: Metadata, differing: Collection[str] = ()) -> dict[str, Any]:
-    """The keys of all architectures, without those that differ from layer to layer, which its own reader reads."""
+    """Read the keys of all architectures, except ``differing`` ones, which differ by layer."""
     keys = {key: name for key, name in _COMMON.items() if key not in differing}
     config = {name: value for key, name in keys.items() if (value := data.get(key)) is not None}
     config["vocab_size"] = data.shapes.get("token_embd.weight", (0,))[0]

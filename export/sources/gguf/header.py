@@ -136,20 +136,20 @@ class _Reader:
 
     def _texts(self, count: int) -> list[str]:
         """Read ``count`` texts in one loop: vocabularies have hundreds of thousands."""
-        found, read, position = [], self._file.read, self._position
+        texts, read, position = [], self._file.read, self._position
         try:
             for _ in range(count):
                 length = int.from_bytes(read(8), "little")
                 position += 8 + length
                 if position > self._most:
                     raise self._beyond()
-                found.append(read(length).decode("utf-8"))
+                texts.append(read(length).decode("utf-8"))
         except UnicodeDecodeError as error:
             raise self._corrupt(f"a text in its header is not UTF-8 ({error.reason})") from error
         if self._file.tell() != position:
             raise ValueError("it changed while it was read")
         self._position = position
-        return found
+        return texts
 
     def _beyond(self) -> CheckpointError:
         return CheckpointError(

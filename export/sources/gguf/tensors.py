@@ -137,11 +137,11 @@ _CONSUMED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_lon
 
 def decoder_tensors(headers: Sequence[Header], config: Mapping[str, Any]) -> dict[str, Weight]:
     """All tensors by parameter name."""
-    found: dict[str, Weight] = {}
+    tensors: dict[str, Weight] = {}
     entries = [(it.path, entry) for it in headers for entry in it.tensors if not _is_left_out(entry.name, config)]
     for path, entry in entries:
         name = parameter(entry.name, config["model_type"])
-        if name in found:
+        if name in tensors:
             raise CheckpointError(f"{path}: {entry.name} is in another file, too; download the files again")
         if name.endswith((".conv.weight", ".conv1d.weight")):  # [channels, taps], there [channels, 1, taps]
             entry = replace(entry, shape=(entry.shape[0], 1, *entry.shape[1:]))
@@ -151,15 +151,15 @@ def decoder_tensors(headers: Sequence[Header], config: Mapping[str, Any]) -> dic
             entry = replace(entry, shape=(prod(entry.shape),))
         if config["model_type"] == "gpt_oss" and "_exps." in entry.name:
             continue
-        found[name] = _tensor(path, entry, name, _order(entry, config))
+        tensors[name] = _tensor(path, entry, name, _order(entry, config))
     if config["model_type"] == "gpt_oss":
-        found |= _weave_experts({entry.name: (path, entry) for path, entry in entries})
-    return found
+        tensors |= _weave_experts({entry.name: (path, entry) for path, entry in entries})
+    return tensors
 
 
 def _weave_experts(entries: Mapping[str, tuple[Path, Entry]]) -> dict[str, Weight]:
     """Experts of gpt-oss in MXFP4 as its checkpoint has them: rows of gate and up in turn, and neighbours in a byte."""
-    found: dict[str, Weight] = {}
+    woven: dict[str, Weight] = {}
     for name, (path, entry) in entries.items():
         match = re.fullmatch(r"(.*\.ffn_)(gate|down)(_exps\.(?:weight|bias))", name)
         if match is None:
@@ -177,13 +177,13 @@ def _weave_experts(entries: Mapping[str, tuple[Path, Entry]]) -> dict[str, Weigh
         own = parameter(name.replace("gate", "gate_up"), "gpt_oss")
         weave = partial(_weave, parts)
         if name.endswith("bias"):
-            found[own] = MadeTensor("F32", (entry.shape[0], len(parts) * entry.shape[1]), partial(weave, _bias))
+            woven[own] = MadeTensor("F32", (entry.shape[0], len(parts) * entry.shape[1]), partial(weave, _bias))
             continue
         shape, inputs = (entry.shape[0], len(parts) * entry.shape[1]), entry.shape[2]
         codes = MadeTensor("U8", (*shape, inputs // 2), partial(weave, _fp4_codes))
         scales = MadeTensor("U8", (*shape, inputs // MXFP4_BLOCK), partial(weave, _fp4_scales))
-        found[own] = Mxfp4Tensor(codes, scales)
-    return found
+        woven[own] = Mxfp4Tensor(codes, scales)
+    return woven
 
 
 def _weave(parts: Sequence[tuple[Path, Entry]], read: Callable[[Bytes], NDArray[Any]]) -> Iterator[NDArray[Any]]:
@@ -219,7 +219,7 @@ def parameter(name: str, family: str) -> str:
 
 def read_factors(header: Header, config: Mapping[str, Any]) -> dict[str, dict[str, NDArray[np.float32]]]:
     """An adapter's ``lora_a`` [r, inputs] and ``lora_b`` [outputs, r] by parameter name, in Hugging Face's order."""
-    found: dict[str, dict[str, NDArray[np.float32]]] = {}
+    factors: dict[str, dict[str, NDArray[np.float32]]] = {}
     for entry in header.tensors:
         name, _, part = entry.name.rpartition(".")
         if entry.kind not in STORED or len(entry.shape) != 2 or part not in ("lora_a", "lora_b"):
@@ -231,8 +231,8 @@ def read_factors(header: Header, config: Mapping[str, Any]) -> dict[str, dict[st
         order = replace(order, columns=None) if part == "lora_b" else replace(order, rows=None)
         pieces = _rows(header.path, entry, order, partial(_plain, entry))
         whole = np.concatenate([_check_numbers(header.path, entry, piece) for piece in pieces])
-        found.setdefault(parameter(name, config["model_type"]), {})[part] = whole.astype(np.float32)
-    return found
+        factors.setdefault(parameter(name, config["model_type"]), {})[part] = whole.astype(np.float32)
+    return factors
 
 
 def read_small(path: Path, entry: Entry) -> NDArray[np.float32]:
@@ -242,7 +242,7 @@ def read_small(path: Path, entry: Entry) -> NDArray[np.float32]:
 
 
 def _is_left_out(name: str, config: Mapping[str, Any]) -> bool:
-    """True of what the config says, too, and of layers that predict further tokens."""
+    """True for tensors that repeat the config, and for layers that predict further tokens."""
     match = _NAME.fullmatch(name)
     layer = int((match and match["layer"]) or -1)
     return name in _CONSUMED or (config.get("mtp_num_hidden_layers", 0) > 0 and layer >= config["num_hidden_layers"])
@@ -281,8 +281,8 @@ def _order(entry: Entry, config: Mapping[str, Any]) -> Order | None:
 
 def _exchange(count: int, shape: tuple[int, ...]) -> NDArray[np.int64]:
     """The numbers of an array of this shape after two of its axes, all but the last, have changed places."""
-    found: NDArray[np.int64] = np.arange(count).reshape(shape).swapaxes(-3, -2).ravel()
-    return found
+    numbers: NDArray[np.int64] = np.arange(count).reshape(shape).swapaxes(-3, -2).ravel()
+    return numbers
 
 
 def _tensor(path: Path, entry: Entry, name: str, order: Order | None) -> Weight:

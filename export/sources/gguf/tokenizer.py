@@ -95,13 +95,13 @@ class _Reader:
     # ------------------------------------------------------------------------------------------------- vocabulary
 
     def _vocabulary(self) -> dict[str, int]:
-        found: dict[str, int] = {}
+        ids: dict[str, int] = {}
         for index, (token, kind) in enumerate(zip(self._tokens, self._types.tolist(), strict=True)):
             if kind == _UNUSED and token == f"[PAD{index}]":
                 continue
-            if found.setdefault(token or f"[EMPTY_{index}]", index) != index:
-                raise self._make_error(f"tokens {found[token]} and {index} are both {token!r:.80}")
-        return found
+            if ids.setdefault(token or f"[EMPTY_{index}]", index) != index:
+                raise self._make_error(f"tokens {ids[token]} and {index} are both {token!r:.80}")
+        return ids
 
     def _list_added_tokens(self) -> list[dict[str, Any]]:
         strips = self._kind == "llama" and self._metadata.get("general.architecture") == "phi3"
@@ -188,13 +188,13 @@ class _Reader:
         mergeable = {
             token: index for token, index in self._vocab.items() if types[index] in (_NORMAL, _USER_DEFINED, _UNUSED)
         }
-        found = []
+        merges = []
         for token, index in mergeable.items():
             pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
             parts = [(mergeable[a], mergeable[b]) for a, b in pairs if a in mergeable and b in mergeable]
-            found += [(scores[index], len(self._tokens[a]), len(self._tokens[b]), a, b) for a, b in sorted(parts)]
-        found.sort(key=lambda pair: pair[:3], reverse=True)
-        return [(self._tokens[a], self._tokens[b]) for *_, a, b in found]
+            merges += [(scores[index], len(self._tokens[a]), len(self._tokens[b]), a, b) for a, b in sorted(parts)]
+        merges.sort(key=lambda pair: pair[:3], reverse=True)
+        return [(self._tokens[a], self._tokens[b]) for *_, a, b in merges]
 
     # ------------------------------------------------------------------------------------------------ special tokens
 
@@ -251,16 +251,16 @@ class _Reader:
     # ----------------------------------------------------------------------------------------------------- metadata
 
     def _list(self, name: str) -> list[str]:
-        found = self._metadata.get(f"tokenizer.ggml.{name}")
-        if not isinstance(found, list):
+        values = self._metadata.get(f"tokenizer.ggml.{name}")
+        if not isinstance(values, list):
             raise self._make_error(f"tokenizer.ggml.{name} is missing, or no list of texts")
-        return found
+        return values
 
     def _numbers(self, name: str, kinds: str) -> Any:
-        found = self._metadata.get(f"tokenizer.ggml.{name}")
-        if not isinstance(found, np.ndarray) or found.dtype.kind not in kinds or len(found) != len(self._tokens):
+        values = self._metadata.get(f"tokenizer.ggml.{name}")
+        if not isinstance(values, np.ndarray) or values.dtype.kind not in kinds or len(values) != len(self._tokens):
             raise self._make_error(f"tokenizer.ggml.{name} is missing, or not a number for each of the tokens")
-        return found
+        return values
 
     def _id(self, name: str, default: int | None) -> int | None:
         value = self._metadata.get(f"tokenizer.ggml.{name}_token_id", default)

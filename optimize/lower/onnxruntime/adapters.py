@@ -1,6 +1,6 @@
-"""Linears that adapters change beside the model: each adds ``x @ a @ b``, with factors of every row as inputs.
+"""Linears that adapters change at run time: each adds ``x @ a @ b``, with the factors of every row as inputs.
 
-Linears that read the same share one product with their ``a`` side by side; a packed linear has a ``b`` for each part.
+Linears with the same input share one product with their ``a`` side by side; a packed linear has a ``b`` for each part.
 """
 
 import onnx_ir as ir

@@ -129,7 +129,7 @@ def group_query_attention(graph: ir.Graph, context: LoweringContext, make_length
 
 
 def _inline_sinks(node: ir.Node, context: LoweringContext) -> ir.Value:
-    """A logit more of each head [H]."""
+    """The attention sink of each head, one more logit [H]."""
     assert node.graph is not None
     logits = context.calibrated.rows(find_vector(node.inputs[6])).astype(context.attention_type.numpy())
     return constant(node.graph, f"{node.name}.sink_logits", logits)
@@ -216,8 +216,8 @@ def emit_token_counts(graph: ir.Graph) -> ir.Value:
 
 
 def token_positions(graph: ir.Graph, first: ir.Node) -> ir.Value:
-    """Rows of the rotary tables of the new tokens, int64 [B, S], made once, in front of ``first``: their positions, and
-    of long texts so many rows more as tables have for short ones."""
+    """Rows of the rotary tables for the new tokens, int64 [B, S], computed once, before ``first``: their positions; in
+    long texts behind the rows for short texts."""
     if "positions" not in graph.meta:
         emit = Emitter(first, "positions")
         starts = emit("Unsqueeze", graph_input(graph, "past_lengths"), vector(graph, [1]))
@@ -233,8 +233,8 @@ def token_positions(graph: ir.Graph, first: ir.Node) -> ir.Value:
 
 
 def _token_numbers(graph: ir.Graph, first: ir.Node) -> ir.Value:
-    """Numbers of the call's tokens, row by row, int64 [B, S], made once, in front of ``first``: places in tables of
-    their own. They stand where other graphs have positions."""
+    """Numbers of the call's tokens, row by row, int64 [B, S], computed once, before ``first``. They index tables of
+    their own and replace positions."""
     if "positions" not in graph.meta:
         emit, counted = Emitter(first, "positions"), emit_token_counts(graph)
         flat = emit("Reshape", emit("LessOrEqual", counted, counted), vector(graph, [-1]))

@@ -14,7 +14,7 @@ from llmc.optimize.lower.rotary import rotary_tables
 
 
 class Provider(Protocol):
-    """The ways of a provider with caches [B, KV, C, D]."""
+    """How a provider writes and reads caches [B, KV, C, D]."""
 
     def slots(self, emit: Emitter) -> ir.Value:
         """The number of positions that are read, int64 [1], called T below."""
@@ -40,8 +40,8 @@ class Shared:
 
     @classmethod
     def before(cls, first: ir.Node, provider: Provider, positions: ir.Value | None = None) -> "Shared":
-        """Values for ``first``, in front of which they are made, and the attentions after it; by default ``positions``
-        are those of the call's tokens."""
+        """Compute the values before ``first``, for it and all attentions after it; ``positions`` default to those of
+        the call's tokens."""
         assert first.graph is not None
         positions = positions or token_positions(first.graph, first)
         emit = Emitter(first, "positions")

@@ -42,7 +42,7 @@ def _lower_shared(graph: ir.Graph, context: LoweringContext) -> int:
 
 
 def _ask_for_a_row(graph: ir.Graph) -> None:
-    """Compute one row where no logits are wanted, and drop it before the last norm: no kernel quantizes no rows."""
+    """Compute a row even if no logits are wanted, and drop it before the last norm: kernels cannot quantize 0 rows."""
     indices, emit = graph_input(graph, "logit_indices"), Emitter(graph[0], "logit_rows")
     readers = list(indices.uses())
     count = emit("Shape", indices, start=1, end=2)
@@ -65,7 +65,7 @@ def _lengths(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:
 
 
 def _totals(emit: Emitter) -> ir.Value:
-    """Positions of each row with the new ones, or those that they see, int64 [B]."""
+    """Positions of each row including the new ones, or ``seen_lengths``, int64 [B]."""
     if (seen := next((value for value in emit.graph.inputs if value.name == "seen_lengths"), None)) is not None:
         return seen
     sequence = emit("Shape", graph_input(emit.graph, "input_ids"), start=1, end=2)
@@ -95,8 +95,8 @@ def _lower_basic(graph: ir.Graph, context: LoweringContext) -> int:
 
 
 class _Cache:
-    """Caches of which as many tiles are read as the longest row fills: sums over fewer positions would round a row
-    otherwise when a longer one is beside it."""
+    """Read caches in whole tiles, as many as the longest row fills, so that a row's sums round the same whatever rows
+    are beside it."""
 
     def __init__(self, first: ir.Node, context: LoweringContext) -> None:
         self._types = context.type, context.attention_type

@@ -59,7 +59,7 @@ def _lower_linear(linear: Linear, context: LoweringContext, activations: dict[ir
 
 
 def _count_parts(linear: Linear, grid: Grid) -> int:
-    """Products that a large head is cut into: while the engine packs one, its file's bytes are in memory beside it."""
+    """Number of parts of a large head. While the engine packs a part, its bytes are in memory twice."""
     large = linear.module == HEAD and not linear.biases and linear.outputs * linear.inputs * grid.bits >= LARGE_BITS
     return HEAD_PARTS if large and linear.outputs % HEAD_PARTS == 0 else 1
 
@@ -84,7 +84,7 @@ def _per_token_linear(
 def _store(
     graph: ir.Graph, linear: Linear, grid: Grid, context: LoweringContext, block: int
 ) -> tuple[ir.Value, ir.Value]:
-    """Weights int8 [K, N] and scales [N], for inputs of which ``block`` at a time are mixed."""
+    """Store weights int8 [K, N] and scales [N], for inputs mixed in blocks of ``block``."""
     kind = f"{linear.name}.int8"
 
     def by_column() -> list[NDArray[np.generic]]:
@@ -114,8 +114,8 @@ def _integer_product(emit: Emitter, tokens: ir.Value, weight: ir.Value, scales: 
 
 
 def _rows_before(linear: Linear, context: LoweringContext) -> ir.Value:
-    """A value [B, S] that tells how many rows a linear multiplies: the ids, or the indices of logits that are wanted
-    where the layer reads the cache of another."""
+    """A value [B, S] with as many elements as the linear has rows: the ids, or ``logit_indices`` if the layer reads
+    another layer's cache."""
     graph, listed = linear.node.graph, context.geometry.linear[linear.module]
     assert graph is not None
     shared = listed.layer is not None and context.geometry.source_of(listed.layer)
@@ -139,8 +139,7 @@ def _quantize_tokens(linear: Linear, x: ir.Value, block: int, rows: ir.Value) ->
 
 
 def _zero_points(emit: Emitter, source: ir.Value) -> ir.Value:
-    """128 for each row, uint8 [M]; from ids or indices alone, so that no part of the graph hangs on the first
-    layer's."""
+    """128 for each row, uint8 [M], computed from ids or indices only, so that no layer depends on the first one."""
     rows = emit("Shape", emit("Reshape", source, vector(emit.graph, [-1])))
     return emit("Expand", vector(emit.graph, [MIDDLE], np.uint8), rows)
 

@@ -96,8 +96,8 @@ def _unpack_rows(emit: Emitter, table: CodedTensor, context: LoweringContext) ->
 
 
 def _pack_rows(table: CodedTensor) -> list[NDArray[np.generic]]:
-    """Codes [N, K] in as few bits as hold them all: of each row the lowest bits, eight to a byte, then the next ones,
-    uint8 [N, bits, K / 8], or int8 [N, K]; and scales [N, groups, 1], float16 where that is exact."""
+    """Codes [N, K] in the fewest bits that hold them, as bit planes uint8 [N, bits, K / 8] (the lowest bits first) or
+    int8 [N, K], and scales [N, groups, 1], float16 if that is exact."""
     codes, scales, zeros, _ = table.read()
     assert zeros is None and table.order is None, f"{table.name}: rows have scales and offsets alone"
     bits = max(int(codes.max()), ~int(codes.min())).bit_length() + 1

@@ -83,7 +83,7 @@ def lower_experts(graph: ir.Graph, context: LoweringContext) -> int:
 
 
 def _emit_products(node: ir.Node, item: Experts, context: LoweringContext) -> ir.Value:
-    """The pairs of a token and an expert that it chose, in the order of the experts, of which each has some or none."""
+    """Multiply the pairs of a token and a chosen expert, sorted by expert; an expert may have none."""
     emit, x = Emitter(node), node.inputs[0]
     graph, end = emit.graph, vector(emit.graph, [-1])
     chosen, picked = _choose(emit, node, item)
@@ -148,7 +148,7 @@ def _emit_choice(node: ir.Node, item: Experts) -> tuple[ir.Value, ir.Value]:
 
 
 def _choose(emit: Emitter, node: ir.Node, item: Experts) -> tuple[ir.Value, ir.Value]:
-    """The experts that score highest, of equal ones the first, and their weights [B, S, chosen]."""
+    """The experts with the highest scores, the first of equal ones, and their weights [B, S, chosen]."""
     chosen = emit.many("TopK", [node.inputs[1], vector(emit.graph, [item.chosen])], 2, axis=-1)[1]
     return chosen, emit("GatherElements", node.inputs[2], chosen, axis=-1)
 
@@ -193,7 +193,7 @@ def _emit_qmoe(
     more: Sequence[ir.ExternalTensor | None],
     attributes: Mapping[str, Any],
 ) -> ir.Value:
-    """QMoE on codes and scales of gate and up, and of down, with ``more`` behind its third stack, which is empty."""
+    """QMoE on codes and scales of gate_up and down; ``more`` are its inputs after the third stack, which is empty."""
     emit, biases = Emitter(node, main="QMoE"), _store_biases(node, context)
     given = [
         tensor for (codes, scales, *_), bias in zip(stacks, biases, strict=True) for tensor in (codes, scales, bias)
@@ -206,7 +206,7 @@ def _emit_qmoe(
 
 @dataclass(frozen=True)
 class _Stack:
-    """The weights [E, N, K] of one product of all experts; ``in_turn``, if the rows of gate and up are to be put so."""
+    """Weights [E, N, K] of one product of all experts; ``in_turn`` interleaves the rows of gate and up."""
 
     tensor: Weight | Mxfp4Stack
     name: str
@@ -252,13 +252,13 @@ def _pack(stack: _Stack, grid: Grid, context: LoweringContext) -> list[ir.Extern
 
         def pack_expert(expert: int) -> list[NDArray[np.generic]]:
             if kept is None:
-                found = rtn.quantize(stack.read(expert, context), grid)
+                quantized = rtn.quantize(stack.read(expert, context), grid)
             else:
                 rows = len(kept.values) // stack.count
-                found = _reorder(kept.rows(expert * rows, (expert + 1) * rows), stack.order(rows))
-            codes = pack_blocks(found.values, grid).reshape(len(found.values), -1)
-            zeros = [] if found.zero_points is None else [pack_rows(found.zero_points, grid)]
-            return [codes, found.scales, *zeros]
+                quantized = _reorder(kept.rows(expert * rows, (expert + 1) * rows), stack.order(rows))
+            codes = pack_blocks(quantized.values, grid).reshape(len(quantized.values), -1)
+            zeros = [] if quantized.zero_points is None else [pack_rows(quantized.zero_points, grid)]
+            return [codes, quantized.scales, *zeros]
 
         experts = in_parallel(pack_expert, range(stack.count))
         return [np.stack(arrays) for arrays in zip(*experts, strict=True)]
@@ -295,7 +295,7 @@ def _store(stack: _Stack, dtype: str, context: LoweringContext) -> ir.ExternalTe
 
 
 def _convert(emit: Emitter, tensor: ir.ExternalTensor) -> ir.Value:
-    """Floats of 16 bits as those of 32; all else as it is."""
+    """Convert float16 to float32; leave other types as they are."""
     value = initializer(emit.graph, tensor)
     return emit("Cast", value, to=ir.DataType.FLOAT) if tensor.dtype == ir.DataType.FLOAT16 else value
 
@@ -318,6 +318,6 @@ def _list_attributes(node: ir.Node) -> dict[str, Any]:
     return {**ATTRIBUTES, "activation_alpha": alpha, "activation_beta": 1.0, "swiglu_limit": limit}
 
 
-def _reorder(found: Quantized, order: NDArray[np.int64]) -> Quantized:
-    zeros = None if found.zero_points is None else found.zero_points[order]
-    return Quantized(found.values[order], found.scales[order], found.grid, zeros)
+def _reorder(quantized: Quantized, order: NDArray[np.int64]) -> Quantized:
+    zeros = None if quantized.zero_points is None else quantized.zero_points[order]
+    return Quantized(quantized.values[order], quantized.scales[order], quantized.grid, zeros)

@@ -17,7 +17,7 @@ from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, graph_inpu
 
 
 class Branch(Emitter):
-    """Emits nodes that become a graph of their own, which runs or does not."""
+    """Emits nodes of a branch, a graph of its own inside If."""
 
     def __init__(self, anchor: ir.Node, name: str) -> None:
         super().__init__(anchor, f"{anchor.name}.{name}")
@@ -107,7 +107,7 @@ class _Group:
 
 
 def _heads_of_tokens(graph: ir.Graph, kv_heads: int, size: int) -> ir.Value:
-    """Of each query of a group, its head of every group, and the heads of keys and of values: int64 [G, 3 * KV]."""
+    """Heads of each folded token: one query head of every group, then all key and value heads, int64 [G, 3 * KV]."""
     shared = kv_heads * size + np.arange(2 * kv_heads)
     heads = [[*(np.arange(kv_heads) * size + query), *shared] for query in range(size)]
     return constant(graph, f"const.heads.{kv_heads}.{size}", np.array(heads, np.int64))

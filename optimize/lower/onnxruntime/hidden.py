@@ -14,9 +14,8 @@ LAST_ROWS = "last_rows"
 
 
 def give_hidden(graph: ir.Graph, context: LoweringContext) -> int:
-    """``hidden`` float32 [B, S, borders * H]: the residual stream after so many layers, side by side and in the basis
-    of the checkpoint, or only that behind the last, [B, O, H], where layers read caches of others; the number of
-    borders."""
+    """Add the output ``hidden`` float32 [B, S, borders * H]: the residual stream after each border, side by side, in
+    the basis of the checkpoint; if layers share caches, only the last one, [B, O, H]. Returns the number of borders."""
     width, count = context.geometry.hidden_size, len(context.hidden)
     if not count:
         return 0
@@ -24,15 +23,15 @@ def give_hidden(graph: ir.Graph, context: LoweringContext) -> int:
     last = graph.meta.get(LAST_ROWS, values[f"hidden.{max(context.hidden)}"])
     emit = Emitter(node_after(last), HIDDEN)
     given = [last] if LAST_ROWS in graph.meta else [values[f"hidden.{border}"] for border in context.hidden]
-    found = emit("Concat", *given, axis=-1)
+    states = emit("Concat", *given, axis=-1)
     if context.rotated:
         (tensor,) = context.weights.add([f"rotation.{width}"], lambda: [rotation(width)])
-        apart = emit("Reshape", found, vector(graph, [0, 0, count, width]))
+        apart = emit("Reshape", states, vector(graph, [0, 0, count, width]))
         turned = emit("FusedMatMul", apart, initializer(graph, tensor), domain=MICROSOFT, transB=1)
-        found = emit("Reshape", turned, vector(graph, [0, 0, -1]))
+        states = emit("Reshape", turned, vector(graph, [0, 0, -1]))
     if SLOTS in graph.meta:
-        found = emit("Gather", emit("Squeeze", found, vector(graph, [0])), graph.meta[SLOTS], axis=0)
-    found.name, found.type = HIDDEN, ir.TensorType(ir.DataType.FLOAT)
-    found.shape = ir.Shape(["batch", "outputs" if LAST_ROWS in graph.meta else "sequence", count * width])
-    graph.outputs.append(found)
+        states = emit("Gather", emit("Squeeze", states, vector(graph, [0])), graph.meta[SLOTS], axis=0)
+    states.name, states.type = HIDDEN, ir.TensorType(ir.DataType.FLOAT)
+    states.shape = ir.Shape(["batch", "outputs" if LAST_ROWS in graph.meta else "sequence", count * width])
+    graph.outputs.append(states)
     return count

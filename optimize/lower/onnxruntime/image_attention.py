@@ -1,4 +1,4 @@
-"""Attention of models whose images are seen both ways: a row of an image sees those after it, too.
+"""Attention within images in both directions: an image token also sees the image tokens after it.
 
 GroupQueryAttention lets no token see a later one. Where a call has rows of images, it writes the cache all the same,
 and basic operators attend once more over what it wrote; a call without images goes on as if there were none.
@@ -57,7 +57,7 @@ class _Seen:
 
 
 def _attend(emit: Branch, attention: Attention, seen: _Seen) -> list[ir.Value]:
-    """Outputs of the attention before which ``emit`` emits, whose tokens see as far ahead as ``seen`` says."""
+    """Outputs of the attention before which ``emit`` emits; ``seen`` says how far ahead each token sees."""
     graph, node = emit.graph, emit.anchor
     _, *presents = emit.many(GQA, list(node.inputs), 3, MICROSOFT, **dict(node.attributes))
     query = node.inputs[0]

@@ -79,8 +79,8 @@ def emit_blocked_linear(
     parts: int = 1,
     **attributes: int,
 ) -> ir.Value:
-    """MatMulNBits with scales in the type of the activations; ``bias`` is added inside of it. Of ``parts`` each has
-    some of the outputs."""
+    """MatMulNBits with scales in the type of the activations, ``bias`` included, in ``parts`` that each compute some of
+    the outputs."""
     emit, x = Emitter(linear.node, main="MatMulNBits"), linear.node.inputs[0]
     assert x is not None
     block = count_mixed(linear.module, linear.inputs) if context.rotated else 0
@@ -117,7 +117,7 @@ def emit_blocked_linear(
 
 
 def _is_turned(linear: Linear, context: LoweringContext) -> bool:
-    """True if the weights are of a rotated stream, and so no other graph's; before the head it is turned back."""
+    """True if the weights are rotated, and so not shared with other graphs. The head reads the stream rotated back."""
     return context.rotated and linear.module != HEAD
 
 
@@ -156,7 +156,7 @@ def _pack(quantized: Quantized, context: LoweringContext) -> list[NDArray[np.gen
 
 
 def _float_matrix(linear: Linear, dtype: str, context: LoweringContext) -> ir.ExternalTensor:
-    """The matrix [N, K] of a linear; that of a rotated stream is no other graph's."""
+    """Store the matrix [N, K] of a linear, under a name of its own if it is rotated."""
     name = f"{linear.tensor}.rotated" if _is_turned(linear, context) else linear.tensor
     return _store_floats(name, linear.weights, lambda: read_weights(linear, context), dtype, context)
 

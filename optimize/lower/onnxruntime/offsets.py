@@ -47,5 +47,5 @@ def _block_sums(emit: Emitter, linear: Linear, block: int) -> ir.Value:
         # No -1: a call that wants no logits gives the head no rows.
         blocks = emit("Reshape", x, vector(emit.graph, [0, 0, linear.inputs // block, block]))
         made[x, block] = emit("ReduceSum", blocks, vector(emit.graph, [-1]), keepdims=0)
-    found: ir.Value = made[x, block]
-    return found
+    sums: ir.Value = made[x, block]
+    return sums

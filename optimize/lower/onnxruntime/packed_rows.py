@@ -153,11 +153,11 @@ class _Packed:
 
 
 def _list_producers(values: Iterable[ir.Value]) -> list[ir.Node]:
-    found: dict[int, ir.Node] = {}
+    producers: dict[int, ir.Node] = {}
     todo = list(values)
     while todo:
         node = todo.pop().producer()
-        if node is not None and id(node) not in found:
-            found[id(node)] = node
+        if node is not None and id(node) not in producers:
+            producers[id(node)] = node
             todo += [value for value in node.inputs if value is not None]
-    return list(found.values())
+    return list(producers.values())

@@ -15,7 +15,7 @@ from llmc.optimize.lower.raising import find_vector
 from llmc.optimize.lower.rewrite import LLMC, MICROSOFT, Emitter, constant, nodes_of, replace, scalar, vector
 
 END = np.iinfo(np.int64).max
-# What mixers have beside linears and norms.
+# Vectors of mixers besides linears and norms.
 PARAMETERS = ("A_log", "dt_bias", "D", "norm_scale", "conv.bias")
 
 
@@ -36,7 +36,7 @@ def lower_recurrences(graph: ir.Graph, context: LoweringContext) -> int:
 def _keep(
     node: ir.Node, state: ir.Value | None, width: str, context: LoweringContext, **parts: ir.Value | None
 ) -> None:
-    """Make what a state is computed from an output; only of short calls, where prompts run on the same graph."""
+    """Output the values that a state is computed from; if prompts use the same graph, only for short calls."""
     assert state is not None
     for part, value in parts.items():
         assert value is not None
@@ -127,6 +127,6 @@ def _emit_unit(emit: Emitter, part: ir.Value | None, node: ir.Node, heads: int, 
 
 
 def inline_vectors(graph: ir.Graph, names: list[str], context: LoweringContext) -> None:
-    """Those of these small vectors that there are become part of the graph, in float32."""
+    """Inline these small vectors, as far as the graph has them, in float32."""
     for value in filter(None, map(graph.initializers.get, names)):
         inline_vector(graph, value, context)

@@ -68,8 +68,8 @@ def read_weights(linear: Linear, context: LoweringContext, block: int = 0) -> Fl
 
 
 def turn_inputs(matrix: Float, gain: Float | None, block: int) -> Float:
-    """Rows [N, K] for inputs in another basis: that of the stream behind a norm with the weight ``gain`` [K], or
-    ``block`` at a time mixed; None and 0 for none."""
+    """Rows [N, K] for rotated inputs: the stream behind a norm with weight ``gain`` [K] (None: no rotation), or inputs
+    mixed in blocks of ``block`` (0: not mixed)."""
     if gain is not None:
         matrix = np.matmul(matrix * gain, rotation(len(gain)))
     return rotate_blocks(matrix, block) if block else matrix
@@ -82,7 +82,7 @@ def turn_outputs(matrix: Float) -> Float:
 
 
 def count_mixed(module: str, inputs: int) -> int:
-    """Neighbouring inputs of a linear that are mixed before they are quantized, 0 where each stays as it is.
+    """Block of neighbouring inputs that are mixed before quantization, 0 for none.
 
     The widest values of an MLP have outliers in other channels for each token, so no fixed basis helps there.
     """

@@ -1,5 +1,5 @@
-"""Attention within a call for ONNX Runtime, as encoders want it: GroupQueryAttention without a past where no position
-sees a later one, and basic operators where it does, for then that operator knows no windows."""
+"""Attention within a call, for encoders: causal attention becomes GroupQueryAttention without a past, bidirectional
+attention basic operators, because that operator has no windows for it."""
 
 import numpy as np
 import onnx_ir as ir
@@ -29,7 +29,7 @@ def as_cached(graph: ir.Graph, _: LoweringContext) -> int:
             )
         query, key, value, lengths, inv_freq = node.inputs
         inputs = [query, key, value, None, None, lengths, inv_freq]
-        attributes = {name: found.value for name, found in node.attributes.items()}
+        attributes = {name: attribute.value for name, attribute in node.attributes.items()}
         emit = Emitter(node, main="CachedAttention")
         replace(node, emit.many("CachedAttention", inputs, 3, LLMC, **attributes)[0])
         count += 1
@@ -48,7 +48,7 @@ def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
 
 
 def _lengths(graph: ir.Graph, first: ir.Node) -> list[ir.Value]:
-    """Every row is as long as the call: no position sees a later one, so what pads a row is seen by padding alone."""
+    """Lengths of causal attention: every row as long as the call, since only padding sees padding."""
     emit, ids = Emitter(first, "positions"), graph_input(graph, "input_ids")
     batch, sequence = emit("Shape", ids, start=0, end=1), emit("Shape", ids, start=1, end=2)
     total = emit("Cast", sequence, to=ir.DataType.INT32)
@@ -67,8 +67,8 @@ def _attend(node: ir.Node, context: LoweringContext, masks: dict[int, ir.Value])
     )  # (B, KV, 1, S, D)
     if attention.window not in masks:
         masks[attention.window] = _mask(emit, attention.window)
-    found = emit_attention(emit, attention, query, keys, values, masks[attention.window])
-    replace(node, found, *emit.many("Split", [found], 2, num_outputs=2, axis=-1))
+    attended = emit_attention(emit, attention, query, keys, values, masks[attention.window])
+    replace(node, attended, *emit.many("Split", [attended], 2, num_outputs=2, axis=-1))
 
 
 def _mask(emit: Emitter, window: int) -> ir.Value:

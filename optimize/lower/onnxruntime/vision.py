@@ -15,8 +15,8 @@ POSITIONS = f"{TOWER}.position_embedding.weight"
 
 
 def attend_to_patches(graph: ir.Graph, _: LoweringContext) -> int:
-    """Attention without cache -> MultiHeadAttention, whose kernel holds no scores of all pairs where there is no mask;
-    those of windows, in which a mask hides what lies behind a window's patches, are few."""
+    """Attention without cache -> MultiHeadAttention. Without a mask its kernel never holds all scores; windows need a
+    mask behind their patches, but have few scores."""
     nodes, counts = list(nodes_of(graph, "Attention")), None
     for node in nodes:
         emit, inputs = Emitter(node), list(node.inputs[:3])

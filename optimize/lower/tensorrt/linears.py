@@ -59,10 +59,10 @@ def _emit_dequantize(emit: Emitter, linear: Linear, grid: Grid, context: Lowerin
 
 def _record_grid(graph: ir.Graph, linear: Linear, grid: Grid) -> Grid:
     """The grid with a block that divides the inputs; where that is another one, the graph's metadata say so."""
-    found = weights.fit_grid(grid, linear.inputs, linear.module)
-    if found != grid:
-        graph.metadata_props[f"llmc.block.{linear.name}"] = str(found.block)
-    return found
+    fitted = weights.fit_grid(grid, linear.inputs, linear.module)
+    if fitted != grid:
+        graph.metadata_props[f"llmc.block.{linear.name}"] = str(fitted.block)
+    return fitted
 
 
 def _round_input(linear: Linear, x: ir.Value, context: LoweringContext) -> ir.Value:

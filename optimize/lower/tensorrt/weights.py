@@ -27,10 +27,10 @@ TABLE = f"{EMBEDDING}.weight"
 
 def narrow_values(values: Float, compute: str, name: str) -> Array:
     with np.errstate(over="ignore"):
-        found: Array = values.astype(ARRAY_TYPES[compute])
-    if not np.isfinite(found.astype(np.float32)).all():
+        narrow: Array = values.astype(ARRAY_TYPES[compute])
+    if not np.isfinite(narrow.astype(np.float32)).all():
         raise BuildError(f"{name} holds weights beyond {compute}'s range; build with --bf16 or --fp32")
-    return found
+    return narrow
 
 
 # -------------------------------------------------------------------------------------------------- float weights
@@ -40,15 +40,15 @@ def float_rows(tensor: Weight, context: LoweringContext) -> ir.ExternalTensor:
     """A matrix [N, K] in the compute type."""
 
     def make() -> list[Array]:
-        found = np.empty(sizes(tensor), context.array_type)
+        rows = np.empty(sizes(tensor), context.array_type)
 
         def fill(span: tuple[int, int]) -> None:
-            found[slice(*span)] = narrow_values(
+            rows[slice(*span)] = narrow_values(
                 context.calibrated.rows(tensor, *span), context.compute, tensor.name or ""
             )
 
         _each_piece(tensor, fill)
-        return [found]
+        return [rows]
 
     return context.weights.add([f"{tensor.name}.{context.compute}"], make)[0]
 
@@ -105,33 +105,33 @@ def integer_columns(linear: Linear, grid: Grid, context: LoweringContext) -> lis
     kind = np.dtype(np.int8 if grid.bits == 8 else ml_dtypes.int4)
 
     def make() -> list[Array]:
-        found = context.calibrated.quantize_stacked(linear.weights, grid)
-        values, scales = as_stored(found, dtype)
+        quantized = context.calibrated.quantize_stacked(linear.weights, grid)
+        values, scales = as_stored(quantized, dtype)
         return [values.T.astype(kind, order="C"), scales.T if grid.block else scales[:, 0]]
 
     name = f"{linear.tensor}.{grid_name(grid)}.{dtype.name}"
     return context.weights.add([name, f"{name}.scales"], make)
 
 
-def as_stored(found: Quantized, dtype: np.dtype[np.generic]) -> tuple[NDArray[np.int8], Array]:
+def as_stored(quantized: Quantized, dtype: np.dtype[np.generic]) -> tuple[NDArray[np.int8], Array]:
     """A matrix on a positive grid with scales of type ``dtype``: int8 [N, K], and scales [N, groups].
 
     Where ``dtype`` holds a scale only roughly, integers are rounded anew to what it holds.
     """
-    if not (found.scales > 0).all():
+    if not (quantized.scales > 0).all():
         raise BuildError(
             "TensorRT takes only scales above zero, and integers that the checkpoint stores have others; build with "
             "--int4 or --int8, which choose them anew"
         )
-    rows, inputs = found.values.shape
-    groups = found.scales.shape[1]
-    values, scales = np.empty((rows, groups, inputs // groups), np.int8), round_scales(found.scales, dtype)
-    held = (found.scales / scales.astype(np.float32))[..., None]
+    rows, inputs = quantized.values.shape
+    groups = quantized.scales.shape[1]
+    values, scales = np.empty((rows, groups, inputs // groups), np.int8), round_scales(quantized.scales, dtype)
+    held = (quantized.scales / scales.astype(np.float32))[..., None]
 
     def fill(span: tuple[int, int]) -> None:
         part = slice(*span)
-        again = np.rint(found.values[part].reshape(-1, *values.shape[1:]) * held[part])
-        values[part] = np.clip(again, found.grid.low, found.grid.high)
+        again = np.rint(quantized.values[part].reshape(-1, *values.shape[1:]) * held[part])
+        values[part] = np.clip(again, quantized.grid.low, quantized.grid.high)
 
     for _ in in_parallel(fill, pieces((rows, inputs))):
         pass
@@ -141,10 +141,10 @@ def as_stored(found: Quantized, dtype: np.dtype[np.generic]) -> tuple[NDArray[np
 def round_scales(scales: Float, dtype: np.dtype[np.generic]) -> Array:
     """Scales above zero in the type that they are stored in."""
     with np.errstate(over="ignore"):
-        found: Array = np.maximum(scales, SMALLEST_SCALE).astype(dtype)
-    if not np.isfinite(found.astype(np.float32)).all():
+        rounded: Array = np.maximum(scales, SMALLEST_SCALE).astype(dtype)
+    if not np.isfinite(rounded.astype(np.float32)).all():
         raise BuildError(f"a scale of {float(scales.max())} is beyond {dtype.name}; build with --fp32")
-    return found
+    return rounded
 
 
 def fit_grid(grid: Grid, inputs: int, name: str) -> Grid:

@@ -13,6 +13,7 @@ from ray import serve
 from starlette.types import Message
 
 from llmc.errors import EngineClosedError, GpuError, LlmcError, UsageError
+from llmc.runtime.generator import Generator
 from llmc.runtime.server.app import make_app
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.fleet.calls import BILL
@@ -89,7 +90,7 @@ class Replica:
         if pool.lost is not None:
             raise pool.lost
         for name, model in pool.models().items():
-            if not model.manifest.geometry.encoder:
+            if isinstance(model, Generator):
                 try:
                     await asyncio.to_thread(model.engine.call, lambda: None)  # its thread answers between two steps
                 except EngineClosedError:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ class StageActor:
 
     def run(self, batch: Batch, hidden: Any) -> Any:
         hidden = hidden if self._exact or hidden is None else unpack(hidden)
-        found = self._session.run(replace(batch, hidden=hidden))
+        found = self._session.run(batch if hidden is None else batch.feed(hidden=hidden))
         return found if self._exact else pack(found)
 
     def ask(self, name: str, arguments: Sequence[Any]) -> Any:

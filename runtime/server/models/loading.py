@@ -10,7 +10,9 @@ from typing import Any
 from llmc.bundle import Manifest, publication, read_bundle
 from llmc.errors import BundleError, RequestError, UsageError
 from llmc.runtime.api.options import PREFIX_OPTIONS, EngineOptions, row_limit
-from llmc.runtime.model import MemoryNeed, Model, load, memory_need
+from llmc.runtime.generator import Generator
+from llmc.runtime.loaded import LoadedBundle
+from llmc.runtime.loading import MemoryNeed, load, memory_need
 from llmc.runtime.sessions.staged import plan_together, read_stages
 
 log = logging.getLogger(__name__)
@@ -60,7 +62,7 @@ class Loader:
 
     def load(
         self, folder: Path, memory: int | None, adapters: Mapping[str, Path], tool_format: str | None = None
-    ) -> Model:
+    ) -> LoadedBundle:
         """Load a model with all that it reads of its folder, in which another bundle may be published later.
 
         Raises:
@@ -74,12 +76,12 @@ class Loader:
             options = self.options_of(manifest)
             if tool_format is not None and not manifest.geometry.encoder:
                 options["tool_format"] = tool_format
-            model = load(folder, memory=memory, adapters=adapters, **options)
+            model = load(folder, kind=LoadedBundle, memory=memory, adapters=adapters, **options)
         except (UsageError, RequestError) as error:  # the latter of a draft
             said = f"{error.parameter} {error.problem}".lstrip()
             raise BundleError(f"it cannot be loaded with the options of this service: {said}", path=folder) from error
         try:
-            if not model.manifest.geometry.encoder:
+            if isinstance(model, Generator):
                 _ = model.engine  # a draft that does not fit is refused now
                 with suppress(RequestError):  # it has no chat template; who chats will be told
                     _ = model.chat_template

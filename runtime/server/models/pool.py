@@ -22,7 +22,8 @@ from llmc.errors import (
     format_value,
     text_of,
 )
-from llmc.runtime.model import MemoryNeed, Model, default_memory
+from llmc.runtime.loaded import LoadedBundle
+from llmc.runtime.loading import MemoryNeed, default_memory
 from llmc.runtime.observe.logs import event
 from llmc.runtime.server.http.accounts import allows_model
 from llmc.runtime.server.http.errors import hide_path
@@ -73,7 +74,7 @@ class _Loaded:
     """A loaded model; ``memory`` is its share of the plan, ``adapters`` are those that came with it, ``users`` its
     requests, ``used`` rises with every use."""
 
-    model: Model
+    model: Any  # a Generator or an Embedder
     memory: int
     draft: int
     published: tuple[int, ...] | None
@@ -84,7 +85,7 @@ class _Loaded:
     @property
     def held(self) -> int:
         """Bytes that it takes now, and a draft model at its largest."""
-        return self.model.planned_bytes + self.draft
+        return int(self.model.planned_bytes) + self.draft
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ class ModelPool:
         """True if the model that serves under a name, or would be loaded, has a chat template."""
         return has_template(self._place(self.base(name)).folder)
 
-    def models(self) -> dict[str, Model]:
+    def models(self) -> dict[str, LoadedBundle]:
         """Loaded models by name, to look at their metrics; to use one, lease it."""
         return {name: place.current.model for name, place in self._places.items() if place.current is not None}
 
@@ -225,7 +226,7 @@ class ModelPool:
     # ------------------------------------------------------------------------------------------ requests
 
     @asynccontextmanager
-    async def lease(self, name: str) -> AsyncIterator[Model]:
+    async def lease(self, name: str) -> AsyncIterator[Any]:
         """The model of a name, or of an adapter's, loaded if it is not; it stays for as long as the block lasts."""
         note(model=name)
         place = self._place(self.base(name))
@@ -317,7 +318,9 @@ class ModelPool:
         event(log, "model loaded", model=place.name, bundle=str(folder), memory=loaded.held, duration_s=took)
         return loaded
 
-    async def _load_model(self, place: _Place, folder: Path, memory: int | None, adapters: Mapping[str, Path]) -> Model:
+    async def _load_model(
+        self, place: _Place, folder: Path, memory: int | None, adapters: Mapping[str, Path]
+    ) -> LoadedBundle:
         """Load a model; where the machine, or its GPU, has less memory than was planned, idle models make room."""
         while True:
             try:
@@ -478,7 +481,7 @@ class ModelPool:
             async with self.lease(name) as model:
                 await self._add_adapter(place, model, adapter, found[adapter])
 
-    async def _add_adapter(self, place: _Place, model: Model, adapter: str, folder: Path) -> None:
+    async def _add_adapter(self, place: _Place, model: Any, adapter: str, folder: Path) -> None:
         try:
             await self._in_thread(model.load_adapter, adapter, folder)
         except LlmcError as error:

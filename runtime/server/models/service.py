@@ -143,7 +143,7 @@ class Service:
             said = f"the model {name!r} {WORK[found]}, expected one that {WORK[wanted]}"
             raise ApiError(400, f"{said}; GET /v1/models lists what there is", param="model")
 
-    def model(self, asked: str | None) -> AbstractAsyncContextManager[Model]:
+    def model(self, asked: str | None) -> AbstractAsyncContextManager[Any]:
         """The model, loaded, and kept while the block runs."""
         return self.pool.lease(self.name(asked))
 

@@ -14,7 +14,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse
 
 from llmc.errors import DeadlineError, QueueFullError
-from llmc.runtime import Model
+from llmc.runtime import Embedder
 from llmc.runtime.server.http.accounts import spend
 from llmc.runtime.server.http.aside import LARGE
 from llmc.runtime.server.http.bodies import Body, list_texts
@@ -76,7 +76,7 @@ def usage_of(rows: Rows) -> dict[str, Any]:
 
 
 async def encode_texts(
-    service: Service, request: Request, model: Model, tokenize: Callable[[], Rows]
+    service: Service, request: Request, model: Embedder, tokenize: Callable[[], Rows]
 ) -> tuple[Rows, NDArray[np.float32]]:
     """Tokens and results of texts, computed piece by piece while the client is there and the deadline has not passed.
 
@@ -99,7 +99,7 @@ async def encode_texts(
             raise ApiError(499, "the client closed the connection before the answer was there")
         if seconds is not None and time.monotonic() - began > seconds:
             raise DeadlineError(f"the request was not finished within {seconds} s; send fewer texts")
-        work = partial(model.encoder.encode, rows[start : start + PIECE])
+        work = partial(model.encode, rows[start : start + PIECE])
         found.append(await to_thread.run_sync(work, limiter=service.encoding))
     return rows, np.concatenate(found)
 
@@ -111,7 +111,7 @@ async def compute_vectors(
     texts = body.texts()
     service.check_work(body.model, "embeddings")
     async with service.model(body.model) as model:
-        encoder = model.encoder
+        encoder: Embedder = model
         width = encoder.vector_width(body.dimensions)
         if isinstance(texts[0], str):
             tokenize = partial(encoder.text_tokens, texts, instruction=body.instruction, truncate=body.truncate)
@@ -151,7 +151,7 @@ async def rerank(
     texts = [given if isinstance(given, str) else given.text for given in body.documents]
     service.check_work(body.model, "scores")
     async with service.model(body.model) as model:
-        pairs = partial(model.encoder.pair_tokens, instruction=body.instruction, truncate=body.truncate)
+        pairs = partial(model.pair_tokens, instruction=body.instruction, truncate=body.truncate)
         tokenize = partial(pairs, body.query, texts)
         with name_parameters({"prompt": "documents"}):
             rows, scores = await encode_texts(service, request, model, tokenize)

@@ -13,11 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import MOST_CANDIDATES, SUM_EXP, TOP_IDS, TOP_LOGITS
+from llmc.bundle.contract import BROUGHT
 from llmc.errors import LlmcError
 from llmc.runtime.host.cuda import Driver
 from llmc.runtime.kv.device_cache import ALIGNMENT, host_array
 from llmc.runtime.sampling.logits import Logits
 from llmc.runtime.sampling.ranked import Ranked
+from llmc.runtime.sessions.base import Batch
 
 INT64: np.dtype[Any] = np.dtype(np.int64)
 FLOAT: np.dtype[Any] = np.dtype(np.float32)
@@ -48,13 +50,15 @@ def lay_out(arrays: Arrays) -> dict[str, Part]:
 
 
 def inputs_of(rows: int, sequence: int, outputs: int) -> dict[str, Part]:
-    return lay_out(
-        {
-            "input_ids": ((rows, sequence), INT64),
-            "past_lengths": ((rows,), INT64),
-            "logit_indices": ((rows, outputs), INT64),
-        }
-    )
+    """Places of what every call brings."""
+    sizes = {"batch": rows, "sequence": sequence, "outputs": outputs}
+    return lay_out({it.name: (tuple(sizes[axis] for axis in it.shape), INT64) for it in BROUGHT})
+
+
+def fill_inputs(inputs: Mapping[str, NDArray[Any]], batch: Batch) -> None:
+    """Put a batch into its places; without places of logits, ask for those of the first token."""
+    for name, array in inputs.items():
+        array[:] = batch.feeds[name] if batch.feeds[name].size else 0
 
 
 def outputs_of(rows: int, outputs: int, vocab_size: int) -> dict[str, Part]:

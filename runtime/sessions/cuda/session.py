@@ -66,13 +66,9 @@ class DeviceSession(Session):
 
     def _make_cache(self) -> None:
         self.cache = DeviceCache(
-            self._manifest,
-            self._driver,
-            self._stream,
-            device_memory=self._device_memory,
-            forget=self._forget_addresses,
-            guard=self._guard_context,
+            self._manifest, self._driver, self._stream, device_memory=self._device_memory, guard=self._guard_context
         )
+        self.cache.on_move.append(self._forget_addresses)
         self._close_later(self.cache.close)
 
     def _block(self, size: int) -> Block:

@@ -10,7 +10,7 @@ import os
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # must be set before the library is imported
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import ADAPTERS_FOLDER, HIDDEN, LM_HEAD, LOGIT_ROWS, REPLAY, WEIGHTS_FILE, Geometry, Manifest, version
+from llmc.bundle import ADAPTERS_FOLDER, HIDDEN, LM_HEAD, LOGIT_ROWS, REPLAY, WEIGHTS_FILE, Manifest, version
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
 from llmc.runtime.host.machine import cpu_model, return_freed_memory
 from llmc.runtime.host.read_ahead import read_ahead, read_once
 from llmc.runtime.host.threads import on_leaving, start
 from llmc.runtime.kv.host_cache import HostCache, LentCache
 from llmc.runtime.sessions.base import Batch, Phase, Session
+from llmc.runtime.sessions.onnxruntime.binding import Binding
 from llmc.runtime.sessions.onnxruntime.factors import RowFactors
 from llmc.runtime.sessions.onnxruntime.library import (
     IN_PLACE,
@@ -36,7 +37,7 @@ from llmc.runtime.sessions.onnxruntime.library import (
     session_options,
 )
 from llmc.runtime.sessions.onnxruntime.onnx_file import LARGEST_GRAPH, check_weights
-from llmc.runtime.sessions.onnxruntime.replay import Named, Replay, States, bind
+from llmc.runtime.sessions.onnxruntime.replay import Replay, States
 from llmc.strict import open_regular, read_bytes
 
 # Bindings that are kept beside that of the last long call. A binding takes 0.4 ms to make for 24 layers, 2 % of a step
@@ -68,16 +69,14 @@ class OnnxRuntimeSession(Session):
         split = manifest.recipe.phases == "split" and manifest.cache != "int8"
         ragged = split or not manifest.geometry.has_states
         self.packs_rows = ragged and _takes(prefill, "new_lengths")
-        self._takes_slots = _takes(prefill, "cache_slots")
-        self._takes_texts = _takes(prefill, "text_lengths")
-        self._takes_embeddings = _takes(prefill, "embeddings")
         self._options = runtime.RunOptions()
         on_leaving(self, partial(setattr, self._options, "terminate", True))
         self._bound = _Bound()
         self._factors: RowFactors | None = None
         self._replay = Replay(files[own[REPLAY]]) if REPLAY in own else None
         self._fed = 0  # tokens of the last provisional call
-        self.cache: HostCache = HostCache(manifest, forget=self._bound.clear)
+        self.cache: HostCache = HostCache(manifest)
+        self.cache.on_move.append(self._bound.clear)
         self._later: Future[Any] | None = None
         if names[Phase.DECODE] in files:
             self._keep_graph(Phase.DECODE, files[names[Phase.DECODE]])
@@ -88,9 +87,9 @@ class OnnxRuntimeSession(Session):
         """Logits float32 [B, O, vocab], or hidden states; see :class:`llmc.runtime.sessions.base.Session`."""
         rows, sequence = batch.input_ids.shape
         ends = self.cache.begin(batch.first_row, batch.past_lengths.tolist(), sequence)
-        if batch.new_lengths is not None:
-            ends = (batch.past_lengths + batch.new_lengths).tolist()
-        if rows > 1 and sequence > 1 and not self.diffuses and (batch.new_lengths is None or not self.packs_rows):
+        if ragged := "new_lengths" in batch.feeds:
+            ends = (batch.past_lengths + batch.feeds["new_lengths"]).tolist()
+        if rows > 1 and sequence > 1 and not self.sees_all and not (ragged and self.packs_rows):
             return self._run_row_by_row(batch)
         if batch.adapters:
             assert self._factors is not None, "adapters are read once the session is open for them"
@@ -98,19 +97,11 @@ class OnnxRuntimeSession(Session):
                 self._bound.clear()
             self._factors.fill(batch.first_row, batch.adapters)
         binding = self._bind_buffers(batch)
-        binding.input_ids[:] = batch.input_ids
-        binding.past_lengths[:] = batch.past_lengths
-        binding.logit_indices[:] = batch.logit_indices
-        if binding.new_lengths is not None:
-            binding.new_lengths[:] = sequence if batch.new_lengths is None else batch.new_lengths
-        if batch.embedded is not None:
-            binding.embedding_indices[:], binding.embeddings[:] = batch.embedded.indices, batch.embedded.rows
-        binding.fill_places(batch, ends)
-        self._bind_hidden(binding, batch)
+        binding.fill(batch.feeds)
+        if not self._manifest.stage.is_last:  # its size is known once the call was run
+            binding.io.bind_output(f"hidden.{self._manifest.list_layers().stop}", "cpu")
         try:
-            binding.session.run_with_iobinding(binding.io, self._options)
-            if binding.head is not None:
-                self._head.run_with_iobinding(binding.head, self._options)
+            binding.run(self._options)
         except Exception:
             with translate_errors("running the model"):
                 raise
@@ -118,8 +109,9 @@ class OnnxRuntimeSession(Session):
             self._fed = ends[0] - int(batch.past_lengths[0])
         else:
             self.cache.note_computed(batch.first_row, ends)
-        self._logits = binding.logits if self._manifest.stage.is_last else binding.io.get_outputs()[-1].numpy()
-        self.hidden = binding.hidden
+        is_last = self._manifest.stage.is_last
+        self._logits = binding.results["logits"] if is_last else binding.io.get_outputs()[-1].numpy()
+        self.hidden = binding.results.get(HIDDEN)
         return self._logits
 
     def accept(self, row: int, past: int, tokens: int) -> None:
@@ -133,7 +125,7 @@ class OnnxRuntimeSession(Session):
     def borrow(self, cache: HostCache) -> None:
         """Read, of a draft head, the keys and values of its model's cache from now on, and write nothing."""
         self.cache = LentCache(self._manifest, cache)
-        cache.tell(self._bound.clear)
+        cache.on_move.append(self._bound.clear)
 
     def open_adapters(self) -> None:
         graph = self._manifest.adapter_graph
@@ -165,20 +157,10 @@ class OnnxRuntimeSession(Session):
             self._keep_graph(kind, self._later.result())
         return self._graphs[kind]
 
-    def _bind_hidden(self, binding: "_Binding", batch: Batch) -> None:
-        """Bind what a stage behind another one takes, and what one before another hands on."""
-        stage, layers = self._manifest.stage, self._manifest.list_layers()
-        if stage.number and batch.hidden is not None:
-            bind(binding.io.bind_input, f"hidden.{layers.start}", batch.hidden)
-        if not stage.is_last:
-            binding.io.bind_output(f"hidden.{layers.stop}", "cpu")
-
-    def _bind_buffers(self, batch: Batch) -> "_Binding":
+    def _bind_buffers(self, batch: Batch) -> Binding:
         """Buffers bound for calls of this shape; those of short calls are kept, of long ones only the last."""
         kind = ADAPTERS_FOLDER if batch.adapters else batch.phase
-        embeddings = 0 if batch.embedded is None else len(batch.embedded.rows)
-        rows, sequence = batch.input_ids.shape
-        shape = (kind, rows, sequence, batch.logit_indices.shape[1], batch.first_row, embeddings, batch.provisional)
+        shape = (kind, batch.first_row, batch.provisional, *(array.shape for array in batch.feeds.values()))
         bound = self._bound
         if shape in bound.kept:
             bound.kept.move_to_end(shape)
@@ -197,39 +179,28 @@ class OnnxRuntimeSession(Session):
             bound.kept.popitem(last=False)
         return binding
 
-    def _bind_anew(self, kind: str, batch: Batch, room: NDArray[np.float32]) -> "_Binding":
+    def _bind_anew(self, kind: str, batch: Batch, room: NDArray[np.float32]) -> Binding:
         rows, sequence = batch.input_ids.shape
-        caches = self._list_caches(batch.first_row, rows)
-        graph = self._graph(kind)
-        binding = _Binding(graph, batch, caches)
-        if _ends_in(graph) == LOGIT_ROWS:
-            binding.bind_head(self._head, room, self._manifest.geometry.hidden_size)
-        elif self._manifest.stage.is_last:
-            binding.bind_logits(room)
-        diffuses, packs = self._manifest.geometry.diffusion is not None, _takes(graph, "new_lengths")
-        asked = {"new_lengths": packs, "seen_lengths": diffuses, "text_lengths": self._takes_texts}
-        binding.bind_numbers(name for name, wanted in asked.items() if wanted)
-        if self._takes_embeddings:
-            embeddings = 0 if batch.embedded is None else len(batch.embedded.rows)
-            binding.bind_embeddings(max(1, embeddings), self._manifest.geometry)
-        if shape := self._shape_hidden(batch):
-            binding.bind_hidden(shape)
-        if batch.adapters and self._factors is not None:
-            binding.bind_inputs(self._factors.views(batch.first_row, rows))
-        if self._takes_slots:
-            binding.bind_slots(self.cache.arrays[0].shape[2])
-        if batch.provisional and self._replay is not None:
+        caches, graph = self._list_caches(batch.first_row, rows), self._graph(kind)
+        results = {tensor.present: array for tensor, array in caches if tensor.present}
+        for value in graph.get_outputs():
+            if value.name == "logits":
+                results[value.name] = room
+            elif value.name in (LOGIT_ROWS, HIDDEN):
+                tokens = sequence if value.shape[1] == "sequence" else batch.logit_indices.shape[1]
+                results[value.name] = np.empty((rows, tokens, value.shape[2]), np.float32)
+        if batch.provisional and self._replay is not None:  # states, and what they are computed from, go elsewhere
             states = [(tensor, array) for tensor, array in caches if tensor.kind == "state"]
-            binding.bind_outputs(self._replay.outputs(sequence, states))
+            results |= self._replay.outputs(sequence, states)
+        given = {tensor.past: array for tensor, array in caches}
+        if batch.adapters and self._factors is not None:
+            given |= self._factors.views(batch.first_row, rows)
+        attended = next((it.shape[2] for tensor, it in caches if tensor.kind == "kv"), 0)
+        binding = Binding(graph, given, results, batch.feeds, attended)
+        if LOGIT_ROWS in results:
+            binding.head = Binding(self._head, {LOGIT_ROWS: results[LOGIT_ROWS]}, {"logits": room}, {})
+            results["logits"] = room
         return binding
-
-    def _shape_hidden(self, batch: Batch) -> tuple[int, ...]:
-        """The shape of the hidden states that a call gives, () if none."""
-        geometry, borders = self._manifest.geometry, self._manifest.hidden
-        if geometry.head is not None:
-            return (*batch.logit_indices.shape, geometry.head.own_width)
-        rows = batch.logit_indices if geometry.shares else batch.input_ids
-        return (*rows.shape, len(borders) * geometry.hidden_size) if borders else ()
 
     def _list_caches(self, row: int, count: int) -> States:
         rows = slice(row, row + count)
@@ -251,95 +222,9 @@ class _Bound:
         self.clear()
 
     def clear(self) -> None:
-        self.kept: OrderedDict[Any, _Binding] = OrderedDict()
-        self.long: tuple[Any, _Binding] | None = None
+        self.kept: OrderedDict[Any, Binding] = OrderedDict()
+        self.long: tuple[Any, Binding] | None = None
         self.logits: NDArray[np.float32] | None = None
-
-
-class _Binding:
-    """Arrays for one shape of call, bound to a graph by address; ``caches`` are its rows of the cache's tensors."""
-
-    logits: NDArray[np.float32]
-
-    def __init__(self, session: Any, batch: Batch, caches: States) -> None:
-        self.session = session
-        self.io = session.io_binding()
-        self.input_ids = np.empty(batch.input_ids.shape, np.int64)
-        self.past_lengths = np.empty(batch.past_lengths.shape, np.int64)
-        self.logit_indices = np.empty(batch.logit_indices.shape, np.int64)
-        self.head: Any = None
-        self.hidden: NDArray[np.float32] | None = None
-        self.new_lengths: NDArray[np.int64] | None = None
-        self.positions: NDArray[np.int64] | None = None
-        self.seen_lengths: NDArray[np.int64] | None = None
-        self.text_lengths: NDArray[np.int64] | None = None
-        self._caches = caches
-        for name in ("input_ids", "past_lengths", "logit_indices"):
-            bind(self.io.bind_input, name, getattr(self, name))
-        for tensor, array in caches:
-            bind(self.io.bind_input, tensor.past, array)
-            if tensor.present:
-                bind(self.io.bind_output, tensor.present, array)
-
-    def bind_logits(self, logits: NDArray[np.float32]) -> None:
-        self.logits = logits
-        bind(self.io.bind_output, "logits", logits)
-
-    def bind_head(self, head: Any, logits: NDArray[np.float32], width: int) -> None:
-        """A graph whose head is another one gives that the rows that logits are made of."""
-        rows = np.empty((*self.logit_indices.shape, width), np.float32)
-        bind(self.io.bind_output, LOGIT_ROWS, rows)
-        self.head, self.logits, self._rows = head.io_binding(), logits, rows
-        bind(self.head.bind_input, LOGIT_ROWS, rows)
-        bind(self.head.bind_output, "logits", logits)
-
-    def bind_numbers(self, names: Iterable[str]) -> None:
-        """Bind the inputs with a number for each row that the graph asks for."""
-        for name in names:
-            setattr(self, name, np.empty(self.past_lengths.shape, np.int64))
-            bind(self.io.bind_input, name, getattr(self, name))
-
-    def fill_places(self, batch: Batch, ends: Sequence[int]) -> None:
-        """Fill in positions, how many of a row are seen, and how long its text is, where the graph asks; ``ends`` are
-        those of the tokens."""
-        if self.text_lengths is not None:
-            self.text_lengths[:] = ends if batch.text_lengths is None else batch.text_lengths
-        if self.seen_lengths is not None:
-            self.seen_lengths[:] = ends if batch.seen_lengths is None else batch.seen_lengths
-        if self.positions is not None:
-            plain = batch.past_lengths[:, None] + np.arange(batch.input_ids.shape[1])
-            self.positions[:] = plain if batch.positions is None else batch.positions
-
-    def bind_hidden(self, shape: tuple[int, ...]) -> None:
-        """A graph that gives hidden states to a draft head, or a head's own."""
-        self.hidden = np.empty(shape, np.float32)
-        bind(self.io.bind_output, HIDDEN, self.hidden)
-
-    def bind_inputs(self, arrays: Iterable[Named]) -> None:
-        """The graph for adapters takes those of each row."""
-        for name, array in arrays:
-            bind(self.io.bind_input, name, array)
-
-    def bind_outputs(self, arrays: Iterable[Named]) -> None:
-        """A provisional call writes its states, and what they are computed from, elsewhere than into its row."""
-        for name, array in arrays:
-            bind(self.io.bind_output, name, array)
-
-    def bind_slots(self, capacity: int) -> None:
-        """A graph that was made for TensorRT asks which positions of the cache it may look at: all."""
-        self.slots = np.arange(capacity)
-        bind(self.io.bind_input, "cache_slots", self.slots)
-
-    def bind_embeddings(self, rows: int, geometry: Geometry) -> None:
-        """A graph that takes rows in place of tokens' embeddings wants at least one, which none of the tokens needs;
-        and positions, where these have several axes."""
-        self.embedding_indices = np.full(self.input_ids.shape, -1, np.int64)
-        self.embeddings = np.zeros((rows, geometry.row_width), np.float32)
-        bind(self.io.bind_input, "embedding_indices", self.embedding_indices)
-        bind(self.io.bind_input, "embeddings", self.embeddings)
-        if geometry.vision is not None and geometry.vision.axes:
-            self.positions = np.empty((geometry.vision.axes, *self.input_ids.shape), np.int64)
-            bind(self.io.bind_input, "positions", self.positions)
 
 
 def _takes(graph: Any, name: str) -> bool:

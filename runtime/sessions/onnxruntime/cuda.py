@@ -117,7 +117,7 @@ class CudaSession(DeviceSession):
         chunk = self._limits.prefill_chunk
         self.cache.reserve(1, chunk)
         last = np.full((1, self._short), chunk - 1)
-        self._run_call(Batch(Phase.PREFILL, np.zeros((1, chunk), np.int64), np.zeros(1, np.int64), last), whole=True)
+        self._run_call(Batch.of(Phase.PREFILL, np.zeros((1, chunk), np.int64), np.zeros(1, np.int64), last), whole=True)
         self.cache.close()
 
     def _make_blocks(self) -> None:

@@ -27,7 +27,7 @@ from llmc.errors import BundleError, GpuError, LlmcError, MissingExtraError, Res
 from llmc.runtime.host.cuda import EMULATE, Driver
 from llmc.runtime.kv.cache import CacheTensor
 from llmc.runtime.sessions.base import Batch
-from llmc.runtime.sessions.cuda.blocks import Block, Outputs, Part, size_of
+from llmc.runtime.sessions.cuda.blocks import Block, Outputs, Part, fill_inputs, size_of
 from llmc.runtime.sessions.onnxruntime.cpu import translate_errors as translated_for_cpus
 from llmc.runtime.sessions.onnxruntime.library import LOG_FATAL_ONLY
 
@@ -213,10 +213,7 @@ class Binding:
             self._io.bind_output(tensor.present, "cuda", graph.device, dtype, shape, address)
 
     def fill(self, batch: Batch) -> None:
-        """Put a batch into the inputs; without places of logits, ask for those of the first token."""
-        self._inputs["input_ids"][:] = batch.input_ids
-        self._inputs["past_lengths"][:] = batch.past_lengths
-        self._inputs["logit_indices"][:] = batch.logit_indices if batch.logit_indices.size else 0
+        fill_inputs(self._inputs, batch)
 
     def run(self, driver: Driver, stream: int) -> None:
         """Queue the call and the copies around it; candidates are there once the stream is synchronized."""

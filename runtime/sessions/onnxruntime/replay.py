@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from llmc.bundle import MOST_REPLAYED, REPLAY
 from llmc.runtime.kv.cache import CacheTensor
+from llmc.runtime.sessions.onnxruntime.binding import Binding
 
 Named = tuple[str, NDArray[Any]]
 States = list[tuple[CacheTensor, NDArray[Any]]]
@@ -37,27 +38,14 @@ class Replay:
     def accept(self, tokens: int, fed: int, states: States, options: Any) -> None:
         """Continue a row's states by the first ``tokens`` of the ``fed`` ones of the last provisional call."""
         if tokens < fed:
-            self._graph.run_with_iobinding(self._bind(tokens, states), options)
+            feeds = {"input_ids": np.zeros((1, tokens), np.int64)}
+            given = {**dict(self._parts(tokens)), **{tensor.past: array for tensor, array in states}}
+            binding = Binding(self._graph, given, {tensor.present: array for tensor, array in states}, feeds)
+            binding.fill(feeds)
+            binding.run(options)
             return
         for tensor, array in states:
             array[:] = self._left[tensor.present]
 
-    def _bind(self, tokens: int, states: States) -> Any:
-        io = self._graph.io_binding()
-        self._lengths = {"input_ids": np.zeros((1, tokens), np.int64), "new_lengths": np.array([tokens], np.int64)}
-        taken = {value.name for value in self._graph.get_inputs()}
-        for name, array in (*self._lengths.items(), *self._parts(tokens)):
-            if name in taken:
-                bind(io.bind_input, name, array)
-        for tensor, array in states:
-            bind(io.bind_input, tensor.past, array)
-            bind(io.bind_output, tensor.present, array)
-        return io
-
     def _parts(self, tokens: int) -> Iterator[Named]:
         return ((name, array[:, :tokens]) for name, array in self._kept.items())
-
-
-def bind(bind: Any, name: str, array: NDArray[Any]) -> None:
-    """Bind an array by its address, which has to outlive the binding."""
-    bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)

@@ -18,7 +18,7 @@ from llmc.runtime.host.cuda import Driver, open_driver
 from llmc.runtime.kv.budget import round_up
 from llmc.runtime.kv.cache import tensors_of
 from llmc.runtime.sessions.base import Batch
-from llmc.runtime.sessions.cuda.blocks import INT64, Part, Shape, inputs_of, size_of
+from llmc.runtime.sessions.cuda.blocks import INT64, Part, Shape, fill_inputs, inputs_of, size_of
 from llmc.runtime.sessions.cuda.session import DeviceSession
 from llmc.runtime.sessions.tensorrt.calls import Piece, pieces
 from llmc.runtime.sessions.tensorrt.engine import DECODE, PREFILL, Context, Engine, check_machine, require_config
@@ -151,28 +151,23 @@ class TensorRTSession(DeviceSession):
             return self._logits
 
     def _run_piece(self, batch: Batch, piece: Piece, whole: bool) -> NDArray[Any]:
-        ids = batch.input_ids[piece.rows, piece.tokens]
-        past = [length + piece.tokens.start for length in batch.past_lengths[piece.rows].tolist()]
-        ends = [length + ids.shape[1] for length in past]
-        first_row = batch.first_row + piece.rows.start
+        part = batch.cut(piece.rows, piece.tokens if piece.profile == PREFILL else None)
+        rows, sequence = part.input_ids.shape
+        ends = [past + sequence for past in part.past_lengths.tolist()]
         step = self._step(
             Call(
                 piece.profile,
-                rows=len(ids),
-                sequence=ids.shape[1],
+                rows=rows,
+                sequence=sequence,
                 outputs=max(1, piece.outputs.size),  # the engine gives at least one
-                first_row=first_row,
+                first_row=part.first_row,
                 attended=self._bucket(max(ends)),
             )
         )
-        step.inputs["input_ids"][:] = ids
-        step.inputs["past_lengths"][:] = past
-        step.inputs["logit_indices"][:] = 0
-        if piece.profile == PREFILL and piece.outputs.size:
-            step.inputs["logit_indices"][:] = batch.logit_indices[piece.rows, piece.outputs] - piece.tokens.start
+        fill_inputs(step.inputs, part)
         self._steps.run(step, whole)
         self._save_kernels([step.call])
-        self.cache.note_computed(first_row, ends)
+        self.cache.note_computed(part.first_row, ends)
         return step.outputs.logits if whole else self._rank(step.outputs, piece.outputs.size)
 
     def _step(self, call: Call) -> Step:

@@ -178,4 +178,4 @@ def test_pairs_of_rows_and_tokens_compute_the_same_in_other_company(built: Path)
 
 def call(ids: list[list[int]], past: int, row: int = 0, phase: Phase = Phase.PREFILL) -> Batch:
     rows, tokens = len(ids), len(ids[0])
-    return Batch(phase, np.array(ids), np.full(rows, past), np.tile(np.arange(tokens), (rows, 1)), row)
+    return Batch.of(phase, np.array(ids), np.full(rows, past), np.tile(np.arange(tokens), (rows, 1)), row)

@@ -41,7 +41,7 @@ NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 @pytest.fixture(scope="module")
 def model(tiny_bundle: Path) -> Iterator[Model]:
     with load(tiny_bundle, threads=1) as model:
-        model._chat_template = ChatTemplate({"default": TEMPLATE}, {})
+        model.chat_template = ChatTemplate({"default": TEMPLATE}, {})
         yield model
 
 
@@ -158,7 +158,7 @@ def test_an_answer_that_is_a_call_in_a_code_block_is_a_call(model: Model, say: C
 def test_a_model_may_be_loaded_with_a_format_of_calls(tiny_bundle: Path):
     with load(tiny_bundle, threads=1, self_test=False, tool_format="olmo3") as model:
         asked = {"tools": TOOLS[1:], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 60}
-        model._chat_template = ChatTemplate({"default": TEMPLATE}, {})
+        model.chat_template = ChatTemplate({"default": TEMPLATE}, {})
         assert model.chat(ASKED, **asked).outputs[0].text == "<function_calls>\nnow()\n</function_calls>"
         own = model.chat(ASKED, **asked, tool_format="pythonic")
         assert (own.outputs[0].text, own.message.tool_calls[0].name) == ("[now()]", "now")
@@ -198,7 +198,7 @@ def test_an_answer_goes_on_as_a_conversation(model: Model, say: Callable[[str], 
 def harmony(model: Model, monkeypatch: pytest.MonkeyPatch) -> Model:
     """The model with a template like that of gpt-oss."""
     path = Path(__file__).parents[1] / "text" / "templates" / "harmony.jinja"
-    monkeypatch.setattr(model, "_chat_template", ChatTemplate({"default": path.read_text("utf-8")}, {}))
+    monkeypatch.setitem(vars(model), "chat_template", ChatTemplate({"default": path.read_text("utf-8")}, {}))
     return model
 
 

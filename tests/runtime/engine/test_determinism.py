@@ -79,7 +79,7 @@ SETTINGS: list[dict[str, Any]] = [
 class Guessing:
     """Drafts from sequences that are known to come, every third of them spoilt."""
 
-    costs_by_token = False
+    costs_by_token, watch = False, None
 
     def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
         self._sequences = [list(sequence) for sequence in sequences]
@@ -234,7 +234,7 @@ def test_the_small_model_gives_each_request_what_it_gives_it_alone(
     level = {"determinism": options["determinism"]}
     with load(tiny_in(precision), threads=1, self_test=False, prefix_cache_bytes=0, **level) as model:
         expected = [answers(model.engine, [request])[0] for request in asked]
-    monkeypatch.setattr("llmc.runtime.model.PromptLookup", lambda: guessing(asked, expected))
+    monkeypatch.setattr("llmc.runtime.loading.PromptLookup", lambda: guessing(asked, expected))
     handles: list[Any] = []
     together = {"prefill_chunk": 34, "decode_steps_per_chunk": 2, "prefix_cache_bytes": 1 << 22, **options}
     with load(tiny_in(precision), threads=1, self_test=False, **together) as model:

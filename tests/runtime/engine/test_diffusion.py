@@ -10,7 +10,7 @@ from doubles.refusals import about
 from llmc.errors import CancelledError, DeadlineError, DraftError, UsageError
 from llmc.runtime import Model, load
 from llmc.runtime.bench.benchmark import benchmark
-from llmc.runtime.model import memory_need
+from llmc.runtime.loading import memory_need
 from llmc.runtime.server.models.loading import Loader
 
 OPTIONS = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}

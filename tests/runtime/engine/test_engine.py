@@ -292,7 +292,7 @@ def test_closing_fails_what_runs_and_waits_and_refuses_what_comes(make_engine: A
     gate.reached()
     closing = threading.Thread(target=engine.close)
     closing.start()
-    until(lambda: engine._closing)
+    until(lambda: engine._thread.closing)
     with pytest.raises(EngineClosedError, match="the engine is closed; load the bundle again"):
         engine.submit(ask())
     gate.open()

@@ -127,6 +127,7 @@ def test_an_engine_that_nobody_holds_ends_with_its_threads(tiny_bundle: Path, tm
     assert engine() is None and not started & set(threads._running)
 
 
+@pytest.mark.threat("no-threads")
 def test_a_thread_that_cannot_start_fails_its_request_and_not_the_next(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ):
@@ -143,6 +144,7 @@ def test_a_thread_that_cannot_start_fails_its_request_and_not_the_next(
     assert len(engine.submit(request).result(PATIENCE).token_ids) == 2
 
 
+@pytest.mark.threat("engine-failure")
 def test_a_failure_that_cannot_be_recovered_from_ends_the_engine_and_leaves_nobody_waiting(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ):
@@ -181,6 +183,7 @@ def waited_for(child: int) -> int | None:
     return os.waitstatus_to_exitcode(ended[1])
 
 
+@pytest.mark.threat("process-exit")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_is_told_that_its_parents_request_stayed_behind(model: Model):

@@ -74,6 +74,7 @@ def ended(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
+@pytest.mark.threat("process-exit")
 @pytest.mark.parametrize(("how", "status"), [("exit", 3), ("raise", 1)])
 def test_leaving_while_requests_run_has_the_status_of_the_application(
     tiny_bundle: Path, tmp_path: Path, how: str, status: int
@@ -90,6 +91,7 @@ def test_the_applications_threads_may_use_a_model_after_the_main_one(tiny_bundle
     assert (process.returncode, process.stdout) == (0, "False [9, 9]\n2\n"), process.stderr
 
 
+@pytest.mark.threat("process-exit")
 def test_a_function_that_never_returns_holds_up_the_end_for_a_bounded_time(tiny_bundle: Path):
     process = ended(_STUCK, tiny_bundle)
     assert process.returncode == 0

@@ -46,6 +46,7 @@ def test_samples_share_one_prefill_and_draw_from_seeds_of_their_own(
         assert max(len(batch.input_ids) for batch in session.calls) == n
 
 
+@pytest.mark.threat("many-samples")
 def test_samples_that_end_at_once_take_turns_with_others(make_engine: Any):
     """Nobody waits until a thousand of them are drawn: in one step they are no more than there are rows."""
     came: list[str] = []

@@ -28,9 +28,10 @@ def make_seeing(make_engine: Callable[..., Engine], remembering: Any) -> Callabl
         packs_rows = True
 
         def run(self, batch: Batch) -> np.ndarray:
-            if batch.embedded is not None:
-                seen = np.append(batch.embedded.rows[:, 0].astype(np.int64), 0)[batch.embedded.indices]
-                batch = replace(batch, input_ids=np.where(batch.embedded.indices < 0, batch.input_ids, seen))
+            if "embeddings" in batch.feeds:
+                indices = batch.feeds["embedding_indices"]
+                seen = np.append(batch.feeds["embeddings"][:, 0].astype(np.int64), 0)[indices]
+                batch = batch.feed(input_ids=np.where(indices < 0, batch.input_ids, seen))
             found: np.ndarray = super().run(batch)
             return found
 
@@ -81,6 +82,7 @@ def test_requests_with_and_without_images_give_together_what_they_give_alone(
         assert list(handle.result().token_ids) == expected
 
 
+@pytest.mark.threat("image-cache")
 def test_two_images_of_one_size_share_no_prefix_and_one_image_does(
     make_seeing: Callable[..., Engine], alone: Callable[..., list[int]]
 ):

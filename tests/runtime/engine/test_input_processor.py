@@ -76,6 +76,7 @@ def test_new_tokens_beyond_every_number_are_refused_in_a_short_sentence(inputs: 
     assert len(str(caught.value)) < 400
 
 
+@pytest.mark.threat("bad-words")
 def test_bad_words_are_forbidden_with_and_without_a_space_before_them(inputs: InputProcessor, tiny_tokenizer: Any):
     made = inputs._bad_words(SamplingParams(bad_words=(" return", "x y", "  ")))
     wanted = ["return", " return", "x y", " x y", " "]

@@ -142,8 +142,8 @@ def from_many_threads(engine: Engine) -> list[Any]:
 
 
 def thread_of(engine: Engine) -> threading.Thread:
-    assert engine._thread is not None
-    return engine._thread
+    assert engine._thread.thread is not None
+    return engine._thread.thread
 
 
 # ---------------------------------------------------------------------------------------------------------- a lost GPU

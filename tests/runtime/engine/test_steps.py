@@ -109,7 +109,7 @@ def test_a_long_prompt_is_fed_however_many_short_ones_come(
 class Table:
     """Drafts from a sequence that is known to come."""
 
-    costs_by_token = False
+    costs_by_token, watch = False, None
 
     def __init__(self, known: list[int]) -> None:
         self.known = known
@@ -165,6 +165,7 @@ def test_drafts_that_go_on_after_the_end_of_a_sample_do_no_harm(
     assert not drafter.open
 
 
+@pytest.mark.threat("bad-words")
 def test_drafts_of_forbidden_sequences_are_not_accepted(
     make_engine: Any, tiny_tokenizer: Any, session: Any, monkeypatch: pytest.MonkeyPatch
 ):

@@ -150,6 +150,7 @@ FEW_COMBINATIONS = {"allOf": [{"anyOf": [{"const": i} for i in range(11)]}, {"en
 
 
 class TestTime:
+    @pytest.mark.threat("grammar-cost")
     def test_of_compiling_ends_with_an_error(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(trial, "COMPILE_SECONDS", 0.3)
         start = time.monotonic()
@@ -166,6 +167,7 @@ class TestTime:
         with pytest.raises(DeadlineError, match=r"deadline of 0.01 s passed while regex was compiled"):
             tiny.shared.compile_grammar(SamplingParams(regex="never compiled before"), 0.01)
 
+    @pytest.mark.threat("grammar-cost")
     def test_counts_what_the_grammar_takes_and_not_what_a_busy_machine_does(
         self, tiny: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -173,6 +175,7 @@ class TestTime:
         monkeypatch.setattr(trial, "_CODE", f"import time; time.sleep({2 * LITTLE_S})\n{trial._CODE}")
         assert tiny.reads(tiny.start(tiny.grammars(), json_schema=FEW_COMBINATIONS), "7")
 
+    @pytest.mark.threat("grammar-cost")
     def test_spent_on_others_grammars_is_not_held_against_it(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(trial, "WAIT_SECONDS", 0.01)
         monkeypatch.setattr(trial, "_MOST_AT_ONCE", threading.BoundedSemaphore(1))
@@ -194,6 +197,7 @@ class TestTime:
         with pytest.raises(GrammarError, match=message):
             tiny.ask(tiny.grammars(), json_schema=FEW_COMBINATIONS)
 
+    @pytest.mark.threat("grammar-cost")
     def test_is_spent_once_on_a_grammar_that_takes_long(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """Compiling anew, for an exhausted lexer, happens in the engine's thread."""
         monkeypatch.setattr(guide_module, "_MOST_LEXER_STATES", FEW_STATES)

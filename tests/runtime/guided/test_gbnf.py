@@ -82,6 +82,7 @@ for _ in range(LONGEST):
 
 
 class TestLanguage:
+    @pytest.mark.threat("gbnf")
     @pytest.mark.parametrize("seed", range(30))
     def test_is_that_of_the_rules_or_with_recursion_a_part_of_it(self, byte_level: Any, seed: int) -> None:
         random = Random(seed)

@@ -41,6 +41,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 class TestCheck:
+    @pytest.mark.threat("grammar-cost")
     @pytest.mark.parametrize(("schema", "message"), REFUSED)
     def test_refuses_by_name(self, schema: dict[str, Any], message: str) -> None:
         with pytest.raises(GrammarError, match=message):

@@ -90,6 +90,7 @@ def keywords(value: Any) -> set[str]:
 
 
 class TestSuite:
+    @pytest.mark.threat("schema-enforced")
     @pytest.mark.parametrize("file", sorted(CASES))
     def test_is_enforced_or_refused_by_name(self, byte_level: Any, file: str) -> None:
         unwritten = 0

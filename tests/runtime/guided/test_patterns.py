@@ -56,6 +56,7 @@ class TestClasses:
         texts = byte_level.outputs(walks=6, json_schema={"type": "string", "pattern": pattern})
         assert all(re.fullmatch(pattern, json.loads(text)) for text in texts)
 
+    @pytest.mark.threat("schema-enforced")
     @pytest.mark.parametrize("seed", range(40))
     def test_take_their_members_and_no_other(self, byte_level: Any, seed: int) -> None:
         written, holds = random_class(Random(seed))

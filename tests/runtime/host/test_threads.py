@@ -39,6 +39,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads._leaving = False
 
 
+@pytest.mark.threat("no-threads")
 def test_a_thread_that_cannot_start_is_an_error_and_leaves_nothing(alone: None, limit: Limit):
     with pytest.raises(ResourceError, match="the thread llmc-x cannot be started"):
         threads.start(lambda: None, "llmc-x")

@@ -46,8 +46,8 @@ def unopened(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> NoReturn:
         raise AssertionError("the engine was opened")
 
-    monkeypatch.setattr("llmc.runtime.model.open_session", refuse)
-    monkeypatch.setattr("llmc.runtime.model.Tokenizer.from_folder", refuse)
+    monkeypatch.setattr("llmc.runtime.loading.open_session", refuse)
+    monkeypatch.setattr("llmc.runtime.loading.Tokenizer.from_folder", refuse)
 
 
 def available(monkeypatch: pytest.MonkeyPatch, size: int) -> None:

@@ -70,9 +70,10 @@ def test_what_is_written_is_read_and_lies_tensor_after_tensor(made: Made, kind: 
 
 def test_a_lent_cache_shows_some_layers_of_another_and_lets_it_move(made: Made, manifest: Manifest):
     caches, told = tuple(replace(cache, lent=True) for cache in RAGGED[1:]), list[int]()
-    cache = made(forget=lambda: told.append(0))
+    cache = made()
+    cache.on_move.append(lambda: told.append(0))
     lent = LentCache(replace(manifest, geometry=replace(manifest.geometry, caches=caches), limits=LIMITS), cache)
-    cache.tell(lambda: told.append(len(lent.arrays)))
+    cache.on_move.append(lambda: told.append(len(lent.arrays)))
     told.clear()
     for capacity in (32, 64):
         cache.reserve(3, capacity)
@@ -340,7 +341,7 @@ def test_rows_of_states_come_go_fork_and_change_places(made: Made, seed: int):
             agree = 0
             while agree < min(source.cached, target.cached) and source.tokens[agree] == target.tokens[agree]:
                 agree += 1
-            rows.share(source, target, agree, source.cached)
+            rows.copy(source, target, agree, source.cached)
             target.tokens = list(source.tokens)
         elif move == "release" and everyone:
             rows.release(held := chance.choice(everyone))

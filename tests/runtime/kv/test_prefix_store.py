@@ -130,6 +130,7 @@ def test_what_memory_evicted_comes_back_from_disk(opened: Opened):
     assert found(cache, PROMPT) == WHOLE
 
 
+@pytest.mark.threat("prefix-privacy")
 def test_only_the_owner_may_read_the_files(opened: Opened, folder: Path):
     keep(opened, PROMPT)
     assert {path.stat().st_mode & 0o777 for path in files(folder)} == {0o600}
@@ -245,14 +246,15 @@ def test_another_process_sees_what_this_one_writes_and_removes(opened: Opened, f
     assert found(forgetful, PROMPT) == BLOCK
 
 
+@pytest.mark.threat("prefix-privacy")
 def test_prefixes_of_a_scope_are_found_in_it_alone(opened: Opened):
     cache, store = opened()
-    cache.insert(PROMPT, lambda a, b: blocks(rows(PROMPT), a, b), "ann")
+    cache.insert(PROMPT, lambda a, b: blocks(rows(PROMPT), a, b), ("", "ann"))
     flush(store)
     for kept in (cache, opened()[0]):  # in memory, and on disk
         lengths = []
-        for scope in ("ben", None, "ann"):
-            with kept.match(PROMPT, scope=scope) as match:
+        for names in (("", "ben"), ("",), ("", "ann")):
+            with kept.match(PROMPT, names=names) as match:
                 lengths.append(match.length)
         assert lengths == [0, 0, WHOLE]
 
@@ -266,6 +268,7 @@ def given_away(path: Path, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(os, "geteuid", lambda: owner + 1)
 
 
+@pytest.mark.threat("prefix-files")
 @pytest.mark.parametrize("whose", ["file", "folder"])
 def test_what_belongs_to_another_user_is_neither_read_nor_removed(
     opened: Opened, folder: Path, whose: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -282,6 +285,7 @@ def test_what_belongs_to_another_user_is_neither_read_nor_removed(
     assert path.exists() and (whose == "file" or files(folder) == [path])
 
 
+@pytest.mark.threat("prefix-files")
 def test_folders_are_closed_to_others_and_files_that_others_may_write_are_ignored(
     opened: Opened, folder: Path, caplog: pytest.LogCaptureFixture
 ):
@@ -296,6 +300,7 @@ def test_folders_are_closed_to_others_and_files_that_others_may_write_are_ignore
     assert "mode 666 lets others write it" in warnings(caplog)[0] and path.exists()
 
 
+@pytest.mark.threat("prefix-files")
 def test_a_link_in_the_place_of_a_folder_is_not_followed(opened: Opened, folder: Path, tmp_path: Path):
     keep(opened, ONE)
     (path,) = files(folder)
@@ -308,6 +313,7 @@ def test_a_link_in_the_place_of_a_folder_is_not_followed(opened: Opened, folder:
     assert os.listdir(tmp_path / "elsewhere") == [path.name]
 
 
+@pytest.mark.threat("prefix-files")
 @pytest.mark.parametrize("form", [((1,), "float32"), (((int(np.prod(SHAPE)),)), "float16")])
 def test_blocks_that_the_model_could_not_take_are_not_there(opened: Opened, form: tuple[tuple[int], str]):
     keep(opened, PROMPT)
@@ -319,6 +325,7 @@ def test_blocks_that_the_model_could_not_take_are_not_there(opened: Opened, form
     assert found(PrefixCache("model", BLOCK, max_bytes=PLENTY, store=store, form=right), PROMPT) == WHOLE
 
 
+@pytest.mark.threat("prefix-files")
 @pytest.mark.parametrize("text", [b"[" * 100_000, b"{}", b"9" * 5_000, b"\xff"])
 def test_a_description_that_is_none_is_a_miss(opened: Opened, folder: Path, text: bytes):
     keep(opened, ONE)

@@ -94,7 +94,7 @@ class Machine(RuleBasedStateMachine):
         agree = 0
         while agree < min(cached, target.cached) and source.tokens[agree] == target.tokens[agree]:
             agree += 1
-        self.rows.share(source, target, data.draw(st.integers(0, agree)), cached)
+        self.rows.copy(source, target, data.draw(st.integers(0, agree)), cached)
         target.tokens = source.tokens[:cached]
 
     @precondition(lambda self: self.feeding or self.decoding)
@@ -197,7 +197,7 @@ def walk(cache: Any, seed: int) -> None:
             rows.fork(one, held[-1], cached)
         elif move == "share" and one is not other:
             pairs = zip(one.tokens, other.tokens, strict=False)
-            rows.share(one, other, len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))), one.cached)
+            rows.copy(one, other, len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))), one.cached)
             other.tokens = list(one.tokens)
         elif move == "anew" and one:  # from its start, or from a token on, as after rejected drafts
             one.cached = chance.choice([0, one.cached // 2])
@@ -259,7 +259,7 @@ def test_a_move_that_fails_says_that_rows_are_torn_and_why(remembering: Any, mov
     moves = {
         "release": lambda: rows.release(held[0]),
         "promote": lambda: rows.promote(held[3]),
-        "share": lambda: rows.share(held[0], held[1], 0, 2),
+        "share": lambda: rows.copy(held[0], held[1], 0, 2),
     }
     with pytest.raises(TornError, match="between rows: the bus is gone") as torn:
         moves[move]()

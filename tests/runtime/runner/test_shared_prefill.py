@@ -45,8 +45,8 @@ def test_a_shared_call_feeds_what_is_left_of_each():
     sequences = waiting(3, 1, cached=2)
     batch = make_shared_batch(sequences)
     assert batch.phase is Phase.PREFILL and batch.first_row == 0
-    assert batch.new_lengths is not None
-    fed = [row[:length].tolist() for row, length in zip(batch.input_ids, batch.new_lengths, strict=True)]
+    assert "new_lengths" in batch.feeds
+    fed = [row[:length].tolist() for row, length in zip(batch.input_ids, batch.counts, strict=True)]
     assert fed == [[2, 3, 4], [102]]
     assert batch.past_lengths.tolist() == [2, 2]
     assert batch.logit_indices.tolist() == [[2], [0]]

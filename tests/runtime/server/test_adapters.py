@@ -128,6 +128,7 @@ class TestClients:
 
 
 class TestKeys:
+    @pytest.mark.threat("adapter-rights")
     def test_of_a_base_are_not_for_its_adapters_and_the_other_way_round(self, ask: Any):
         for name, own, other in (("base", "tiny", "sql"), ("own", "sql", "tiny")):
             assert [it["id"] for it in ask(name, "/v1/models", "GET").json()["data"]] == [own]
@@ -170,17 +171,20 @@ class TestAdmins:
         assert ask("admin", "/admin/models/tiny/adapters/sql/load").status_code == 200
         assert [(it.status_code, it.json()["model"]) for it in found] == [(200, "sql")] * len(bodies)
 
+    @pytest.mark.threat("adapter-rights")
     @pytest.mark.parametrize("name", ["none", "..", "%2e%2e", "..%2f..", "%2fetc"])
     def test_reach_no_folder_but_those_of_the_bundle(self, ask: Any, folder: Path, name: str):
         refused = ask("admin", f"/admin/models/tiny/adapters/{name}/load")
         assert refused.status_code in (400, 404) and str(folder.parent) not in refused.text
         assert ask("admin", "/admin/models", "GET").json()["data"][0]["adapters"] == ["sql"]
 
+    @pytest.mark.threat("adapter-rights")
     @pytest.mark.parametrize("what", ["load", "unload"])
     def test_alone_do(self, ask: Any, what: str):
         assert ask("base", f"/admin/models/tiny/adapters/sql/{what}").status_code == 403
         assert ask("admin", f"/admin/models/none/adapters/sql/{what}").status_code == 404
 
+    @pytest.mark.threat("admin")
     @pytest.mark.parametrize("what", ["load", "unload"])
     def test_of_some_models_reach_and_see_no_other_adapter(self, ask: Any, what: str):
         for name in ("sql", "none"):
@@ -194,6 +198,7 @@ class TestAdmins:
     def test_name_models_where_models_are_loaded(self, ask: Any, what: str):
         assert ask("admin", f"/admin/models/sql/{what}").status_code == 404
 
+    @pytest.mark.threat("adapter-files")
     @pytest.mark.parametrize("kind", ["file", "link"])
     def test_find_no_adapter_that_is_no_folder(self, ask: Any, folder: Path, kind: str):
         """Nor is anything that stands there in the way of the model."""

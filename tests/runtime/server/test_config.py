@@ -85,6 +85,7 @@ class TestFile:
 
 
 class TestTogether:
+    @pytest.mark.threat("open-by-accident")
     @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.7", "box.example"])
     def test_other_machines_are_served_with_keys_or_if_asked_to_only(self, host: str):
         with pytest.raises(UsageError, match=r"no key would be asked for; give keys_file or, .*, allow_no_keys"):
@@ -185,13 +186,3 @@ class TestSettings:
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == "set()"
-
-    def test_are_listed_in_the_readme_as_they_are(self):
-        page = (Path(__file__).parents[3] / "runtime" / "server" / "README.md").read_text(encoding="utf-8")
-        table = page.partition("<!-- settings -->")[2].partition("<!-- /settings -->")[0]
-        rows = [[cell.strip() for cell in line.split(" | ")] for line in table.strip().splitlines()[2:]]
-        assert [row[0].strip("| `") for row in rows] == [setting.name for setting in settings()]
-        for (_, default, values, text), setting in zip(rows, settings(), strict=True):
-            shown = "" if setting.default in (None, ()) else str(setting.default)
-            assert default == (shown.lower() if setting.kind == "flag" else shown), setting.name
-            assert (values, text.rstrip(" |")) == (describe_values(setting), setting.help), setting.name

@@ -53,6 +53,7 @@ def conforms(operation: Any, mode: GenerationMode) -> None:
     answered()
 
 
+@pytest.mark.threat("documented-answers")
 @pytest.mark.parametrize("mode", GenerationMode)
 def test_every_answer_is_one_that_the_document_tells_of(document: Any, mode: GenerationMode):
     operations = [found.ok() for found in document.get_all_operations()]

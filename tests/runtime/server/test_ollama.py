@@ -168,6 +168,7 @@ def test_a_wish_for_thoughts_is_named_where_the_model_has_none(http, think):
 KINDS = ["application/octet-stream", "application/x-www-form-urlencoded", "text/plain", ""]
 
 
+@pytest.mark.threat("foreign-pages")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_body_is_json_whatever_its_type_says_unless_a_browser_sent_it(able, kind):
     content, headers = json.dumps(CHAT).encode(), {"content-type": kind} if kind else {}
@@ -194,6 +195,7 @@ def test_no_time_to_stay_and_no_prompt_unload_the_model_and_never_load_it(able, 
     assert able.post(path, json={"model": "tiny", "keep_alive": -1}).json()["done_reason"] == "load"
 
 
+@pytest.mark.threat("admin")
 def test_with_keys_an_admin_alone_unloads(tiny_bundle, tmp_path):
     keys = tmp_path / "keys.toml"
     keys.write_text(f'[ann]\nkey = "{ANN}"\n[root]\nkey = "{ROOT}"\nadmin = true\n')

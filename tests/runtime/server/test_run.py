@@ -77,6 +77,7 @@ def opened(address: str, body: dict[str, Any]) -> socket.socket:
 
 
 class TestRequests:
+    @pytest.mark.threat("model-memory")
     def test_a_client_that_leaves_frees_its_row_at_once(self, process: Process, client: httpx.Client):
         before = gauge(client, "llmc_generation_tokens_total")
         opened(process.address, ENDLESS).close()
@@ -120,6 +121,7 @@ class TestRequests:
 
 
 class TestLog:
+    @pytest.mark.threat("log-privacy")
     def test_has_a_line_for_each_request_and_no_prompt(self, process: Process, client: httpx.Client):
         body = {**SHORT, "prompt": "def my_secret(", "user": "ann"}
         client.post("/v1/completions", json=body, headers={"x-request-id": "mine-1"})
@@ -168,6 +170,7 @@ class TestReload:
         assert client.get("/ready").json()["models"]["m"]["loads"] == 2
         process.hear("RELOADING=1")
 
+    @pytest.mark.threat("publish-damaged")
     def test_of_a_spoilt_bundle_leaves_the_one_that_serves(self, process: Process, client: httpx.Client, folder: Path):
         whole = (folder / "llmc.json").read_text()
         (folder / "spoilt").write_text("{}")
@@ -179,6 +182,7 @@ class TestReload:
         (folder / "llmc.json").write_text(whole)
 
 
+@pytest.mark.threat("wire")
 def test_a_rotation_takes_keys_and_certificate_together_or_neither(tiny_bundle: Path, tmp_path: Path):
     old, new = make_certificate(tmp_path / "old"), make_certificate(tmp_path / "new")
     cert, key = (Path(shutil.copy(part, tmp_path)) for part in old)
@@ -229,6 +233,7 @@ def test_an_upstreams_address_without_v1_is_told_at_the_start(process: Process, 
         until(lambda: "give it with /v1 at the end" in other.text)
 
 
+@pytest.mark.threat("reload-flood")
 def test_hundreds_of_signals_are_two_reloads():
     """One that runs, and one for whatever changed while it ran."""
     server: Any = Server(uvicorn.Config(lambda: None), *[None] * 3)
@@ -257,6 +262,7 @@ class TestSupervisor:
         process.hear("WATCHDOG=1")
         assert len(process.lines("ready")) == 1
 
+    @pytest.mark.threat("unix-socket")
     def test_that_does_not_listen_is_not_waited_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as deaf:
             deaf.bind(str(tmp_path / "notify"))
@@ -344,6 +350,7 @@ class TestListening:
                 with open_sockets(config):
                     pass
 
+    @pytest.mark.threat("unix-socket")
     def test_a_unix_socket_takes_no_place_that_somebody_has(self, tmp_path: Path):
         place = tmp_path / "socket"
         config = ServerConfig(unix_socket=place)

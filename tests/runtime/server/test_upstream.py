@@ -289,6 +289,7 @@ def streamed(path: str) -> dict[str, Any]:
 
 
 class TestRequests:
+    @pytest.mark.threat("upstream-privacy")
     def test_carry_the_upstreams_key_and_nothing_of_the_clients(self, box: Box):
         sent = {"cookie": "c=1", "x-forwarded-for": "10.0.0.1", "origin": box.url, "x-stainless-os": "Linux"}
         box.ask("/v1/messages", {"model": "smart", **BODIES["/v1/messages"]}, **sent)
@@ -307,6 +308,7 @@ class TestRequests:
         assert asked.headers["authorization"] == f"Bearer {SECRET}" and asked.headers["x-api-key"] == SECRET
         assert asked.headers["accept-encoding"] == "identity" and asked.headers["user-agent"].startswith("llmc/")
 
+    @pytest.mark.threat("upstream-use")
     def test_read_the_key_anew_and_no_log_shows_it(self, box: Box, settings: Any, tmp_path: Path, caplog: Any):
         with caplog.at_level(logging.DEBUG):
             for key in ("sk-first", "sk-second"):
@@ -318,6 +320,7 @@ class TestRequests:
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_key")
         assert caplog.text and not any(word in caplog.text for word in ("sk-first", "sk-second", "two", SAID))
 
+    @pytest.mark.threat("upstream-use")
     def test_are_admitted_here_first(self, box: Box):
         body = {"model": "smart", **BODIES["/v1/completions"]}
         assert box.ask("/v1/completions", body, key="stranger").status_code == 401
@@ -372,6 +375,7 @@ class TestRequests:
     def test_ask_for_so_many_tokens_over_all_outputs(self, body: dict[str, Any], within: bool):
         assert _is_within(8, body, ("max_tokens",)) is within
 
+    @pytest.mark.threat("upstream-use")
     def test_pay_for_the_tokens_that_the_answer_tells(self, box: Box):
         body = {"model": "smart", **BODIES["/v1/completions"]}
         answer = box.ask("/v1/completions", body, key="poor")
@@ -400,6 +404,7 @@ class TestRequests:
         meter.take(PIECES[0] * 500)
         assert meter.tokens == 25 + 501
 
+    @pytest.mark.threat("upstream-use")
     def test_pay_for_their_prompt_if_they_leave_before_the_answer(self, box: Box):
         body = {"model": "smart", **BODIES["/v1/completions"], "prompt": "a" * 4000}
         box.server.answer = lambda asked: [STALL]
@@ -416,6 +421,7 @@ class TestRequests:
 
 
 class TestPrivacy:
+    @pytest.mark.threat("upstream-privacy")
     @pytest.mark.parametrize("reason", REFUSALS)
     @pytest.mark.parametrize("by", ["key", "header"])
     def test_nothing_of_a_local_only_request_leaves(self, box: Box, reason: str, by: str):
@@ -454,6 +460,7 @@ class TestPrivacy:
                 other.messages.create(model="smart", max_tokens=4, messages=chat, extra_headers=mark)
         assert box.server.connections == 0
 
+    @pytest.mark.threat("upstream-privacy")
     @pytest.mark.parametrize("name", KEPT)
     def test_what_is_kept_stays_where_it_is(self, box: Box, name: str):
         answer = box.ask("/v1/responses", {"model": "smart", **BODIES["/v1/responses"], name: "resp_1"})
@@ -461,6 +468,7 @@ class TestPrivacy:
         assert f"knows nothing of {name}" in answer.json()["error"]["message"]
         assert box.server.connections == 0
 
+    @pytest.mark.threat("upstream-privacy")
     @pytest.mark.parametrize("item", [{"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}])
     def test_what_an_item_refers_to_is_kept_too(self, box: Box, item: dict[str, str]):
         answer = box.ask("/v1/responses", {"model": "smart", **BODIES["/v1/responses"], "input": [item]})
@@ -474,6 +482,7 @@ class TestPrivacy:
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
         assert "previous_response_id" in answer.json()["error"]["message"] and box.server.connections == 0
 
+    @pytest.mark.threat("upstream-privacy")
     @pytest.mark.parametrize(
         ("path", "body"),
         [
@@ -495,6 +504,7 @@ def raw(status: bytes, body: bytes = b"{}", media: bytes = b"application/json", 
 
 
 class TestFailures:
+    @pytest.mark.threat("upstream-failure")
     @pytest.mark.parametrize("path", ROUTES)
     @pytest.mark.parametrize(
         ("kind", "status", "pieces"),
@@ -548,6 +558,7 @@ class TestFailures:
             answer = box.ask("/v1/completions", {"model": "smart", **BODIES["/v1/completions"]})
             assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_connection")
 
+    @pytest.mark.threat("upstream-failure")
     @pytest.mark.parametrize(("end", "kind"), [(RESET, "broken"), (STALL, "timeout")])
     @pytest.mark.parametrize("path", ROUTES)
     def test_amid_a_stream_are_its_last_event(self, box: Box, settings: Any, path: str, end: bytes, kind: str):
@@ -590,12 +601,14 @@ class TestFailures:
         assert box.ask("/v1/completions", {"model": "smart", **BODIES["/v1/completions"]}).status_code == 200
         assert answers == [404] and len(box.server.asked) == 1
 
+    @pytest.mark.threat("upstream-use")
     def test_of_services_that_are_each_others_upstream_end_too(self, box: Box):
         other = f"1.1 llmc-{'0' * 16}"
         body = {"model": "smart", **BODIES["/v1/completions"]}
         assert box.ask("/v1/completions", body, via=f"1.1 somebodys-proxy, {other}").status_code == 200
         assert box.server.asked[0].headers["via"] == f"{other}, {box.upstream._via}"
 
+    @pytest.mark.threat("upstream-use")
     def test_of_its_certificate_are_refused_before_anything_is_sent(
         self, box: Box, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ):

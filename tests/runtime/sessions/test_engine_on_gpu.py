@@ -102,7 +102,7 @@ def test_tokens_are_those_of_whole_rows_of_onnx_runtime_on_the_same_graph(
 class Known:
     """Drafts what is known to come, with every fourth token wrong."""
 
-    costs_by_token = False
+    costs_by_token, watch = False, None
 
     def __init__(self, known: list[int]) -> None:
         self._known = [token if place % 4 else 0 for place, token in enumerate(known)]

@@ -181,6 +181,7 @@ class TestFailingTemplates:
             of(source)
 
 
+@pytest.mark.threat("template-sandbox")
 class TestSandbox:
     @pytest.mark.parametrize(
         "source",
@@ -215,6 +216,7 @@ class TestSandbox:
         assert of(source).render([{"role": "user", "content": "a"}]) == ""
 
 
+@pytest.mark.threat("message-types")
 class TestMessages:
     @pytest.mark.parametrize(
         ("messages", "message"),
@@ -299,6 +301,7 @@ def without_spaces(text: str) -> str:
     return text.replace(" ", "")
 
 
+@pytest.mark.threat("forged-tokens")
 class TestTokens:
     @pytest.mark.parametrize("template", [CHATML, LLAMA, MISTRAL, TOOLS, QWEN], ids=list("clmtq"))
     def test_are_those_of_transformers(self, controlled: Path, template: str) -> None:

@@ -67,6 +67,7 @@ OTHERS = ["-", " ", "a", "\n", "\ue000", "\U000f0000", "\U00017000", "\\udb80\\u
 TEXTS = st.lists(st.sampled_from([*PIECES, *CONTROLS, *OTHERS]), max_size=5).map("".join)
 
 
+@pytest.mark.threat("forged-tokens")
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(texts=st.lists(TEXTS, min_size=6, max_size=6), n=st.integers(0, 3), upper=st.booleans())
 @settings(max_examples=40, deadline=None)
@@ -90,6 +91,7 @@ def test_a_role_that_makes_another_control_token_is_refused(tokenizer: Tokenizer
         controls_of(tokenizer, TEMPLATES["assembled"], HARMLESS, role="end")
 
 
+@pytest.mark.threat("json-cost")
 @pytest.mark.parametrize("piece", [1, 2, 3, 7, 1 << 15])
 def test_a_text_is_looked_through_in_pieces_as_in_one(piece: int, monkeypatch: pytest.MonkeyPatch):
     """Other threads wait while one call looks through megabytes."""

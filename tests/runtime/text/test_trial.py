@@ -49,6 +49,7 @@ def written(tiny_checkpoint: Path, tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
+@pytest.mark.threat("tokenizer-trial")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -68,6 +69,7 @@ def test_a_tokenizer_that_cannot_be_used_is_refused_by_what_is_wrong(
         examine(str(written(**changes)))
 
 
+@pytest.mark.threat("tokenizer-trial")
 def test_replacements_that_grow_without_end_end_the_trial_alone(
     written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ):
@@ -77,6 +79,7 @@ def test_replacements_that_grow_without_end_end_the_trial_alone(
         try_tokenizer(written(normalizer=sequence(*[replace("\u2603", "\u2603\u2603", "Regex")] * 40)))
 
 
+@pytest.mark.threat("tokenizer-trial")
 def test_a_panic_of_the_library_is_an_error_of_the_request(written: Callable[..., Path]):
     with pytest.raises(RequestError, match="cannot encode the text: no entry found for key"):
         Tokenizer.from_folder(written(post_processor=POST)).encode("a")
@@ -94,6 +97,7 @@ def test_a_bundle_whose_tokenizer_panics_is_refused(tiny_bundle: Path, tmp_path:
         load(folder, self_test=False)
 
 
+@pytest.mark.threat("template-trial")
 @pytest.mark.parametrize(
     ("source", "message"),
     [

@@ -114,6 +114,7 @@ def few(form: str) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": "look", "parameters": schema}}, {"function": {"name": "now"}}]
 
 
+@pytest.mark.threat("tool-calls")
 @pytest.mark.parametrize("form", FORMATS)
 def test_required_calls_hold_to_the_schema(form: str, vocabulary: Vocabulary, hear: Callable[..., Any]):
     plan, heard = plan_of(form, few(form)), 0
@@ -138,6 +139,7 @@ def test_a_named_tool_is_the_only_one_and_called_once(form: str, vocabulary: Voc
     assert content == "" and [(name, json.loads(arguments)) for name, arguments in calls] == [("now", {})]
 
 
+@pytest.mark.threat("tool-calls")
 @pytest.mark.parametrize("form", FORMATS)
 def test_what_follows_an_opening_mark_is_guided_and_what_precedes_it_is_free(form: str, vocabulary: Vocabulary):
     plan = plan_of(form, few(form), "auto")
@@ -213,8 +215,19 @@ def look_call(form: str, arguments: dict[str, Any]) -> str:
     return FORMATS[form].write([("look", arguments)])
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize(("given", "texts", "other"), SHAPED, ids=[next(iter(given)) for given, _, _ in SHAPED])
+# Every format beside a schema, and every form of an answer beside a format of each kind: with tags around JSON or XML,
+# without marks, of Python, with a header, with quotes of its own.
+BESIDE = [(form, *SHAPED[0]) for form in FORMATS]
+BESIDE += [
+    (form, *shaped)
+    for form in ("hermes", "qwen3_coder", "llama3", "pythonic", "harmony", "gemma4")
+    for shaped in SHAPED[1:]
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "given", "texts", "other"), BESIDE, ids=[f"{form}-{next(iter(given))}" for form, given, _, _ in BESIDE]
+)
 def test_an_answer_is_calls_or_has_the_form(
     given: dict[str, Any], texts: list[str], other: str, form: str, vocabulary: Vocabulary
 ):
@@ -343,6 +356,7 @@ def _all_plans(plan: ChatPlan) -> list[tuple[ChatPlan, list[str]]]:
     return found
 
 
+@pytest.mark.threat("tool-schemas")
 @pytest.mark.parametrize(
     ("form", "schema", "reason"),
     [

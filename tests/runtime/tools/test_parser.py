@@ -169,6 +169,7 @@ MARKS = [
 SCRAPS = [*MARKS, *(text[at : at + 9] for text in SPOKEN.values() for at in range(0, len(text), 9))]
 
 
+@pytest.mark.threat("tool-calls")
 @given(
     st.sampled_from(list(FORMATS)),
     st.booleans(),
@@ -232,6 +233,7 @@ def test_a_name_comes_before_its_arguments_and_these_as_they_are_written(hear: C
 # --------------------------------------------------------------------------------------------------- what is no call
 
 
+@pytest.mark.threat("tool-calls")
 @pytest.mark.parametrize(
     ("form", "text"),
     [
@@ -297,6 +299,7 @@ def test_texts_of_python_come_back(hear: Callable[..., Any], text: str):
         assert json.loads(arguments) == {"a": text}
 
 
+@pytest.mark.threat("tool-schemas")
 def test_types_of_schemas_that_branch_without_end_are_found():
     branches = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 8} for i in range(90)}
     definitions = {**branches, "d90": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}

@@ -106,6 +106,7 @@ def test_no_calls_are_read_where_none_are_wanted(tiny_tokenizer: Tokenizer):
 NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 
 
+@pytest.mark.threat("tool-schemas")
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [

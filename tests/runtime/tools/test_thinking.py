@@ -55,6 +55,7 @@ def spelt(tokenizer: Tokenizer, guide: ThinkingGuide) -> str:
     return tokenizer.decode(tokens)
 
 
+@pytest.mark.threat("endless-reasoning")
 @pytest.mark.parametrize("budget", [0, 1, 7])
 @pytest.mark.parametrize("opened", [True, False])
 def test_the_end_is_forced_after_as_many_tokens_as_the_budget_has(vocabulary: Tokenizer, opened: bool, budget: int):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from llmc.errors import ContextError, RequestError, UsageError
 from llmc.runtime import Model
 from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.kv.host_cache import HostCache
+from llmc.runtime.loading import make_engine
 from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sessions import Batch
 from llmc.runtime.text.tokenizer import Tokenizer
@@ -95,7 +97,8 @@ def make(folder: Path, manifest: Manifest) -> Iterator[Callable[..., tuple[Model
         session = Recording(here)
         eyes = Tower(vision, session.see) if sees else None
         options = EngineOptions(prefix_cache_bytes=0)
-        made.append(Model(folder, here, tokenizer, SingleRunner(session, context, 64), 1, options, tower=eyes))
+        engine = partial(make_engine, memory=None)
+        made.append(Model(folder, here, tokenizer, SingleRunner(session, context, 64), 1, engine, options, eyes))
         return made[-1], session
 
     yield make_model
@@ -135,11 +138,12 @@ def test_rows_stand_in_the_places_of_image_tokens_in_their_order(make: Any):
     ids = np.concatenate([call.input_ids[0] for call in session.calls])
     rows: list[float] = []
     for call in session.calls:
-        if call.embedded is None:
+        if "embeddings" not in call.feeds:
             assert image not in call.input_ids
             continue
-        assert np.array_equal(call.embedded.indices >= 0, call.input_ids == image)
-        rows += call.embedded.rows[call.embedded.indices[call.embedded.indices >= 0]][:, 0].tolist()
+        indices = call.feeds["embedding_indices"]
+        assert np.array_equal(indices >= 0, call.input_ids == image)
+        rows += call.feeds["embeddings"][indices[indices >= 0]][:, 0].tolist()
     assert rows == [float(tile.mean()) for tile in session.computed for _ in range(4)]
     assert len(rows) == (ids == image).sum()
 
@@ -170,6 +174,7 @@ def test_a_model_without_a_tower_refuses_images_in_one_sentence(make: Any):
         model.chat(ONE)
 
 
+@pytest.mark.threat("image-tokens")
 def test_text_that_spells_an_image_is_text(make: Any):
     model, _ = make()
     said = [{"role": "user", "content": [{"type": "text", "text": "<image>"}, {"type": "image", "image": CAT}]}]
@@ -202,6 +207,7 @@ def test_the_image_that_cannot_be_read_is_named(make: Any):
         make()[0].chat(messages)
 
 
+@pytest.mark.threat("image-cost")
 def test_images_beyond_the_context_are_refused_before_they_are_computed(make: Any):
     model, session = make(context=64)
     many = [{"role": "user", "content": [ONE[0]["content"][0]] * 50}]

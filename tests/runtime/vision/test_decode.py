@@ -71,6 +71,7 @@ def test_a_photograph_with_a_preview_is_its_first_picture():
 BOMBS = [(100_000, 501), (2**31 - 1, 1), (30_000, 30_000), (20_000_000, 1), (1, 20_000_000), (50_000_000, 1), (201, 1)]
 
 
+@pytest.mark.threat("image-bombs")
 @pytest.mark.parametrize("size", BOMBS)
 def test_a_bomb_is_refused_before_it_is_decoded(size: tuple[int, int]):
     with pytest.raises(RequestError, match=r"^image 2 (has|cannot be decoded).*(pixels|Decompression)"):
@@ -83,6 +84,7 @@ def encode_exif(count: int) -> bytes:
     return b"II*\0" + struct.pack("<IH", 8, count) + tags + bytes(4 + 100_000)
 
 
+@pytest.mark.threat("image-bombs")
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
 def test_tags_that_lie_on_each_other_take_no_memory_and_no_lines(form: str, recwarn: pytest.WarningsRecorder):
     tracemalloc.start()
@@ -111,6 +113,7 @@ COLOURS = [("1", {}), ("L", {"transparency": 9}), ("LA", {}), ("P", {}), ("P", {
 COLOURS += [("RGB", {"transparency": (1, 2, 3)}), ("RGBA", {}), ("CMYK", {}), ("I;16", {}), ("F", {})]
 
 
+@pytest.mark.threat("image-bombs")
 @pytest.mark.parametrize(("mode", "info"), COLOURS, ids=str)
 def test_colours_are_converted_in_bands_as_they_are_in_one_call(
     mode: str, info: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -136,6 +139,7 @@ def test_pixels_that_are_there_already_are_counted_too(monkeypatch: pytest.Monke
     assert open_image(np.zeros((9, 11), np.uint8)).size == (11, 9)
 
 
+@pytest.mark.threat("image-bombs")
 @pytest.mark.parametrize("form", ["PNG", "WEBP"])
 def test_films_are_refused(form: str):
     frames = [draw("RGB", 8, 8, seed) for seed in range(3)]
@@ -143,6 +147,7 @@ def test_films_are_refused(form: str):
         open_image(encode(frames[0], form, save_all=True, append_images=frames[1:]))
 
 
+@pytest.mark.threat("image-bombs")
 def test_a_photograph_of_endless_scans_is_refused():
     content = encode(draw("RGB", 64, 64), "JPEG", progressive=True)
     last = content.rindex(b"\xff\xc4")  # a table and a scan
@@ -152,6 +157,7 @@ def test_a_photograph_of_endless_scans_is_refused():
     assert open_image(content).size == (64, 64)
 
 
+@pytest.mark.threat("image-bombs")
 @pytest.mark.parametrize("form", ["GIF", "TIFF", "BMP", "ICO", "PPM"])
 def test_other_formats_are_not_even_tried(form: str):
     with pytest.raises(RequestError, match="cannot be read"):
@@ -171,6 +177,7 @@ def test_half_a_file_is_refused(form: str):
         open_image(content[: len(content) // 2])
 
 
+@pytest.mark.threat("image-bombs")
 def test_texts_in_a_file_that_unpack_to_gigabytes_are_refused():
     packed = b"Comment\0\0" + zlib.compress(b"a" * (80 << 20))
     chunk = struct.pack(">I", len(packed)) + b"zTXt" + packed + struct.pack(">I", zlib.crc32(b"zTXt" + packed))

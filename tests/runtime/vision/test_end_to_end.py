@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 from doubles import towers
 from doubles.images import draw, encode
-from doubles.qwen_towers import CONFIGS
 from doubles.serving import serving
 from PIL import Image, ImageOps
 
 from llmc.optimize.build import build
 from llmc.optimize.recipe import Request
 from llmc.runtime import Model, load
-from llmc.runtime.model import verify
+from llmc.runtime.loading import verify
 from llmc.runtime.selftest import make_image
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.vision.tower import Tower
@@ -33,10 +32,10 @@ TILED = draw("RGB", 32, 32), draw("RGBA", 200, 40), ImageOps.invert(draw("L", 11
 # Qwen's squares of 8 pixels: 2 x 2, 3 x 9 with windows that are not full, and 8 x 7 after it was made smaller.
 SQUARES = draw("RGB", 16, 16), draw("RGBA", 75, 26), draw("L", 111, 130)
 # Each with how many tokens its answer about the largest image reuses at least.
-FAMILIES = {"smolvlm": 65, "gemma3": 17, "lfm2_vl": 17, **dict.fromkeys(CONFIGS, 32)}
+FAMILIES = {"smolvlm": 65, "gemma3": 17, "lfm2_vl": 17, **dict.fromkeys(towers.QWEN, 32)}
 
 one_family = pytest.mark.parametrize("family", ["smolvlm"], indirect=True)
-with_axes = pytest.mark.parametrize("family", CONFIGS, indirect=True)
+with_axes = pytest.mark.parametrize("family", towers.QWEN, indirect=True)
 
 
 def about(*images: Image.Image) -> list[dict[str, Any]]:
@@ -54,11 +53,7 @@ class Reference:
     def generate(self, messages: Sequence[Any], **more: Any) -> list[list[int]]:
         import torch
 
-        made = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-        given = self.processor.apply_chat_template(messages, **made)
-        names = {"input_ids", "attention_mask", "pixel_values", "pixel_attention_mask", "token_type_ids"}
-        names |= {"spatial_shapes", "image_grid_thw", "mm_token_type_ids"}
-        given, count = {name: given[name] for name in names & given.keys()}, GREEDY["max_tokens"]
+        given, count = towers.prepare(self.processor, messages), GREEDY["max_tokens"]
         with torch.no_grad():
             found = self.model.generate(**given, max_new_tokens=count, min_new_tokens=count, do_sample=False, **more)
         return found[:, given["input_ids"].shape[1] :].tolist()
@@ -71,7 +66,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def talks(family: str) -> dict[str, Any]:
-    small, wide, large = SQUARES if family in CONFIGS else TILED
+    small, wide, large = SQUARES if family in towers.QWEN else TILED
     answer = {"role": "assistant", "content": [{"type": "text", "text": "return x"}]}
     return {
         "small": about(small),

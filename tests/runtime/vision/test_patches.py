@@ -11,9 +11,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from llmc.bundle.model.vision import Patching, Vision
 from llmc.errors import RequestError
+from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.vision.decode import open_image
 from llmc.runtime.vision.patches import cut_patches, make_feeds
-from llmc.runtime.vision.rows import ImageRows, place_rows, place_tokens
+from llmc.runtime.vision.rows import ImageRows, place_tokens
 
 SIZES = [(1, 1), (1, 200), (200, 1), (14, 14), (28, 28), (29, 27), (96, 96), (640, 481), (37, 211), (300, 299)]
 SIZES += [tuple(map(int, size)) for size in np.random.default_rng(1).integers(4, 700, (14, 2))]
@@ -145,8 +146,8 @@ def test_any_cut_of_a_row_has_the_same_positions():
 
 def test_rows_of_a_call_have_their_own_positions_and_those_without_images_plain_ones():
     images = make_rows(6, (1, (2, 2)))
-    found = place_rows(np.array([6, 3, 9]), 2, [images, None])
-    assert found is not None
+    call = Batch.of(Phase.DECODE, np.zeros((3, 2), np.int64), np.array([6, 3, 9]), np.zeros((3, 0), np.int64))
+    found = call.feed_rows([images.feeds(6, 8), {}]).feeds["positions"]
     assert found[:, 0].tolist() == [[4, 5]] * 3
     assert found[:, 1].tolist() == [[3, 4]] * 3 and found[:, 2].tolist() == [[9, 10]] * 3  # the last is a dummy
-    assert place_rows(np.array([6]), 2, [None]) is None
+    assert call.feed_rows([{}, {}]).feeds.keys() == call.feeds.keys()

@@ -99,6 +99,7 @@ def test_transparent_colours_of_a_palette_lie_on_white(transparency: int | bytes
     assert_equal(image, make_vision())
 
 
+@pytest.mark.threat("image-cost")
 def test_the_longest_strip_becomes_few_tiles():
     vision = make_vision(24, 96)
     for size in ((MOST_STRETCHED * 100, 100), (100, MOST_STRETCHED * 100)):

@@ -8,8 +8,8 @@ import gguf
 import numpy as np
 import pytest
 from doubles.ggufs import load, write_gguf
-from doubles.invented import TINY
 from doubles.lowerings import difference
+from doubles.tiny import SMALL_MODEL
 from safetensors.numpy import save_file
 
 from llmc.export import export
@@ -58,10 +58,12 @@ def as_source(lowered):
 def one_layer(tmp_path_factory) -> Path:
     """The small model's first layer."""
     folder = tmp_path_factory.mktemp("layer")
-    config = json.loads((TINY / "config.json").read_text())
+    config = json.loads((SMALL_MODEL / "config.json").read_text())
     config = {key: value for key, value in config.items() if key != "layer_types"}
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
-    tensors = {name: array for name, array in load(TINY).items() if ".layers." not in name or ".layers.0." in name}
+    tensors = {
+        name: array for name, array in load(SMALL_MODEL).items() if ".layers." not in name or ".layers.0." in name
+    }
     save_file(tensors, folder / "model.safetensors")
     return folder
 

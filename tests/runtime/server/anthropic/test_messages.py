@@ -158,6 +158,7 @@ def test_an_answer_that_has_begun_is_gone_on_with(
     assert counted == len(tokens) == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
 
 
+@pytest.mark.threat("no-fetch")
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -212,6 +212,7 @@ def under_load(url: str) -> Iterator[Load]:
         one.result()
 
 
+@pytest.mark.threat("open-by-accident")
 def test_a_fleet_for_others_needs_keys(tmp_path: Path) -> None:
     from llmc.runtime.server.fleet.cluster import build
 

@@ -87,6 +87,7 @@ class TestLosing:
         with pytest.raises(ConnectionError, match="lost"):
             ask(Scripted([start(kind="application/json"), body(b'{"half":'), Lost]))
 
+    @pytest.mark.threat("replica-crash")
     def test_all_that_were_tried_is_503(self) -> None:
         replicas = Scripted(*[[Lost]] * ATTEMPTS)
         answer = ask(replicas)

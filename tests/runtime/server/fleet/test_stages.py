@@ -79,7 +79,7 @@ def test_a_lost_stage_fails_those_who_run_and_later_requests_get_the_answers_of_
 
 def test_hidden_states_are_halves_on_the_wire_at_fast_alone(chain: Path):
     found = {}
-    batch = Batch(Phase.PREFILL, np.arange(5, 45)[None], np.zeros(1, np.int64), np.array([[39]]))
+    batch = Batch.of(Phase.PREFILL, np.arange(5, 45)[None], np.zeros(1, np.int64), np.array([[39]]))
     for level in ("batch", "fast"):
         with load(chain, stages=StagesOnRay, **OPTIONS | {"determinism": level}) as model:
             session: Any = model.runner.session

@@ -31,12 +31,14 @@ class TestSize:
         answer = ask(Guarded(echo, CONFIG), method="POST", headers=CHUNKED, body=[b'{"a":', b"1}"])
         assert (answer.status, answer.body) == (200, b'{"a":1}')
 
+    @pytest.mark.threat("http-body")
     @pytest.mark.parametrize("declared", ["2049", "9" * 30, "-1", "x"])
     def test_that_is_declared_is_refused_before_it_is_read(self, echo: Echo, declared: str):
         answer = ask(Guarded(echo, CONFIG), method="POST", headers={"content-length": declared}, body=[b"{}"])
         assert answer.status == 413 and answer.headers["connection"] == "close"
         assert "more than 2048 bytes" in answer.json["error"]["message"] and echo.scope is None
 
+    @pytest.mark.threat("http-body")
     def test_that_comes_in_chunks_is_refused_where_it_exceeds_the_limit(self, echo: Echo):
         app = Guarded(echo, CONFIG)
         assert ask(app, method="POST", headers=CHUNKED, body=[b" " * 1024] * 2).status == 200
@@ -45,6 +47,7 @@ class TestSize:
 
 
 class TestTime:
+    @pytest.mark.threat("http-body")
     def test_is_that_of_the_whole_body(self, echo: Echo, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(bodies, "LINGER_S", 0.01)
         answer = ask(Guarded(echo, CONFIG), method="POST", headers=LENGTH, body=[b"{"], stalls=True)
@@ -62,6 +65,7 @@ def refused(content: bytes) -> bool:
 
 
 class TestNesting:
+    @pytest.mark.threat("json-cost")
     @given(
         st.recursive(
             st.text('[]{}",\\ab') | st.none(),
@@ -93,6 +97,7 @@ class TestNesting:
     def test_is_counted_in_utf_8_alone(self):
         assert refused(json.dumps([[1]]).encode("utf-16")) and refused(json.dumps([[1]]).encode("utf-16-le"))
 
+    @pytest.mark.threat("json-cost")
     def test_takes_time_and_memory_in_proportion(self):
         tracemalloc.start()
         for content in (b'"\\"' * 2_000_000, b'\\\\"' * 2_000_000, b"[]" * 400_000, b"[" * 6_000_000):
@@ -116,6 +121,7 @@ class TestNesting:
             bodies._once([(name, None) for name in (*names, Name(1999))])
         assert Name.compared < 10 * len(names)  # each with each would be a thousand times as many
 
+    @pytest.mark.threat("json-cost")
     def test_does_not_hide_what_takes_long_to_read(self):
         most = bodies.MOST_PARTS
         assert not refused(json.dumps(["a"] * (most - 1)).encode()) and refused(json.dumps(["a"] * (most + 1)).encode())
@@ -123,6 +129,7 @@ class TestNesting:
         assert refused(json.dumps({str(number): 1 for number in range(most + 1)}).encode())
         assert not refused(json.dumps({"text": '"' * (3 * most)}).encode())
 
+    @pytest.mark.threat("json-cost")
     def test_does_not_hide_a_million_values(self):
         assert refused(b"[" + b"[]," * 500_000 + b"[]]")
         assert not refused(json.dumps({"text": "[],{}" * 500_000}).encode())

@@ -60,6 +60,7 @@ def get(address: Address, path: str = "/0") -> int:
 
 
 class TestHeaders:
+    @pytest.mark.threat("http-headers")
     @pytest.mark.parametrize("sent", [b"GET /" + b"a" * 40_000, b"GET / HTTP/1.1\r\nX: " + b"a" * 40_000])
     def test_that_go_on_beyond_the_limit_are_refused(self, sent: bytes):
         with served() as address, connected(address, sent) as client:
@@ -72,6 +73,7 @@ class TestHeaders:
             client.sendall(b"X: " + b"a" * 40_000)
             assert b"HTTP/1.1 400" in everything(client)
 
+    @pytest.mark.threat("http-headers")
     @pytest.mark.parametrize("sent", [b"\x16\x03\x01", b"HELO localhost\r\n\r\n"])
     def test_that_are_no_http_are_refused(self, sent: bytes):
         with served() as address, connected(address, sent) as client:
@@ -110,6 +112,7 @@ class TestBodies:
 
 
 class TestCrowds:
+    @pytest.mark.threat("slow-clients")
     def test_of_slow_clients_block_nobody(self):
         """Some in the middle of their headers, some of their body, some of their answer."""
         slow = [
@@ -122,6 +125,7 @@ class TestCrowds:
                 crowd.enter_context(connected(address, sent))
             assert [get(address) for _ in range(10)] == [200] * 10
 
+    @pytest.mark.threat("slow-clients")
     def test_larger_than_the_limit_are_told_so(self):
         with served(max_connections=3) as address, ExitStack() as crowd:
             for _ in range(3):
@@ -129,6 +133,7 @@ class TestCrowds:
             assert get(address) == 503
 
 
+@pytest.mark.threat("wire")
 def test_tls_takes_a_certificate_from_files(tmp_path: Path):
     cert, key = make_certificate(tmp_path)
     with served(tls_cert=cert, tls_key=key) as address:

@@ -59,6 +59,7 @@ def message_of(answer: httpx.Response) -> str:
 
 
 class TestKeys:
+    @pytest.mark.threat("keys")
     def test_are_asked_for_on_every_route_of_the_document_but_liveness(self, alice: httpx.Client):
         paths = alice.get("/openapi.json").json()["paths"]
         assert len(paths) > 8
@@ -102,11 +103,13 @@ class TestOfficialClients:
 
 
 class TestGrammars:
+    @pytest.mark.threat("grammar-queue")
     def test_are_compiled_within_their_time(self, alice: httpx.Client, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(trial, "COMPILE_SECONDS", 0.3)
         said = message_of(alice.post(CHAT, json=chat(json_schema=SLOW)))
         assert said == "json_schema takes longer than 0.3 s to compile; make it smaller"
 
+    @pytest.mark.threat("grammar-queue")
     def test_keep_nobody_else_waiting_however_many_are_compiled(
         self, alice: httpx.Client, monkeypatch: pytest.MonkeyPatch
     ):
@@ -135,16 +138,19 @@ class TestGrammars:
 
 
 class TestSpecialTokens:
+    @pytest.mark.threat("forged-tokens")
     def test_that_messages_spell_are_text(self, alice: httpx.Client):
         usages = [alice.post(CHAT, json=chat(text)).json()["usage"] for text in (SPELT, "ab")]
         spelt, short = (usage["prompt_tokens"] for usage in usages)
         assert spelt > short + 3
 
+    @pytest.mark.threat("forged-tokens")
     def test_are_not_parsed_on_demand_unless_the_server_allows_it(self, alice: httpx.Client):
         assert "parse_special" in message_of(alice.post(CHAT, json={**chat(), "parse_special": True}))
 
 
 class TestAddresses:
+    @pytest.mark.threat("no-fetch")
     @pytest.mark.parametrize(
         "content",
         [
@@ -165,10 +171,12 @@ class TestAddresses:
             with pytest.raises(BlockingIOError):
                 listener.accept()
 
+    @pytest.mark.threat("no-fetch")
     @pytest.mark.parametrize("name", ["chat_template", "prefix_cache_folder", "draft", "lora", "model_path", "logits"])
     def test_of_files_and_templates_are_no_parameters(self, alice: httpx.Client, name: str):
         assert message_of(alice.post(CHAT, json=chat(**{name: "/etc/passwd"}))).startswith(f"{name} is not a parameter")
 
+    @pytest.mark.threat("no-fetch")
     @pytest.mark.parametrize("name", ["../tiny", "/etc", "tiny/../tiny", "", "\0", "t" * 100_000])
     def test_of_folders_are_no_models(self, alice: httpx.Client, name: str):
         answer = alice.post(CHAT, json=chat(model=name))
@@ -176,6 +184,7 @@ class TestAddresses:
 
 
 class TestBodies:
+    @pytest.mark.threat("json-cost")
     @pytest.mark.parametrize(
         "content",
         [

@@ -66,6 +66,7 @@ def test_messages_hand_the_bytes_on_in_a_turn_of_several():
     ]
 
 
+@pytest.mark.threat("no-fetch")
 @pytest.mark.parametrize("dialect", ROUTES)
 @pytest.mark.parametrize(
     ("url", "said"),

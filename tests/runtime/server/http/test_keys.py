@@ -52,6 +52,7 @@ class TestFile:
         assert alice.allows("any") and bob.allows("tiny") and not bob.allows("any")
         assert ALICE not in repr(alice)
 
+    @pytest.mark.threat("key-secrecy")
     @pytest.mark.parametrize(
         ("content", "message"),
         [
@@ -82,6 +83,7 @@ class TestFile:
             read_keys(keys_file(tmp_path, content))
         assert ALICE not in str(refusal.value)
 
+    @pytest.mark.threat("key-secrecy")
     def test_that_others_may_write_or_read_keys_in_is_refused(self, tmp_path: Path):
         with pytest.raises(UsageError, match="mode 620, others may write it"):
             read_keys(keys_file(tmp_path, mode=0o620))
@@ -99,6 +101,7 @@ class TestFile:
 
 
 class TestRequests:
+    @pytest.mark.threat("key-secrecy")
     @pytest.mark.parametrize("header", ["Authorization: Bearer {}", "authorization: bearer {}", "x-api-key: {}"])
     def test_with_a_key_reach_the_application_without_it(self, app: Guarded, echo: Echo, header: str):
         name, _, value = header.format(BOB).partition(": ")
@@ -107,6 +110,7 @@ class TestRequests:
         assert echo.scope["state"]["key"].name == "bob" and not echo.scope["state"]["key"].allows("other")
         assert BOB not in repr(echo.scope)
 
+    @pytest.mark.threat("keys")
     @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/ready", "/openapi.json", "/healthy", "/pages"])
     @pytest.mark.parametrize("value", [None, "", "Bearer", "Bearer sk-nobody-0123456789", f"Basic {ALICE}", "Bearer é"])
     def test_without_one_are_refused_on_every_route(self, app: Guarded, echo: Echo, path: str, value: str | None):
@@ -138,6 +142,7 @@ class TestRequests:
 
 
 class TestReload:
+    @pytest.mark.threat("key-rights")
     def test_takes_new_keys_and_forgets_old_ones(self, app: Guarded, tmp_path: Path):
         keys_file(tmp_path, '[carol]\nkey = "sk-carol-0123456789"')
         assert ask(app, headers={"x-api-key": ALICE}).status == 200
@@ -145,6 +150,7 @@ class TestReload:
         assert ask(app, headers={"x-api-key": ALICE}).status == 401
         assert ask(app, headers={"x-api-key": "sk-carol-0123456789"}).status == 200
 
+    @pytest.mark.threat("key-rights")
     def test_of_a_broken_file_keeps_those_before(self, app: Guarded, tmp_path: Path):
         keys_file(tmp_path, "[alice]")
         with pytest.raises(UsageError):

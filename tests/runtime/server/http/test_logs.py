@@ -73,6 +73,7 @@ def test_bodies_are_written_where_they_are_asked_for(lines: Any):
     assert (line["body"], line["answer"]) == ("a secret", "an answer")
 
 
+@pytest.mark.threat("log-privacy")
 @pytest.mark.parametrize("bodies", [False, True])
 def test_a_failure_is_written_with_its_place_and_its_message_only_where_bodies_are(bodies: bool, lines: Any):
     with log_to_stderr("json"):
@@ -127,6 +128,7 @@ FORGED = ["a\n12:00:00 INFO    request status=200", "a status=200", 'a" status=2
 FORGED += ["\u202eb", "\x85c", "\u2028d"]
 
 
+@pytest.mark.threat("log-forgery")
 @pytest.mark.parametrize("text", FORGED)
 @pytest.mark.parametrize("place", ["field", "mapping", "message", "failure"])
 def test_no_client_forges_a_line_or_a_field_or_steers_the_terminal(text: str, place: str):

@@ -32,6 +32,7 @@ class TestHosts:
     def test_that_are_this_machine_are_served(self, host: str):
         assert asked(host).status == 200
 
+    @pytest.mark.threat("foreign-pages")
     @pytest.mark.parametrize("host", ["evil.example:8000", "", "localhost.evil", "[::1", "127.0.0.1@evil", "a b"])
     def test_that_are_not_are_refused_where_no_key_is_asked_for(self, host: str):
         answer = asked(host)
@@ -48,6 +49,7 @@ class TestHosts:
 
 
 class TestPages:
+    @pytest.mark.threat("foreign-pages")
     @pytest.mark.parametrize(
         "origin", ["https://evil.example", "null", "http://localhost:3000", "http://localhost.evil"]
     )
@@ -65,11 +67,13 @@ class TestPages:
 
 
 class TestAnswers:
+    @pytest.mark.threat("foreign-pages")
     def test_are_for_no_foreign_page_by_default(self):
         assert not any(name.startswith("access-control") for name in asked("localhost").headers)
         preflight = asked("localhost", PAGE, "OPTIONS", {"access-control-request-method": "POST"})
         assert preflight.status == 403
 
+    @pytest.mark.threat("foreign-pages")
     def test_are_for_the_origins_of_the_settings_alone(self, keys: Path):
         settings: dict[str, Any] = {"keys_file": keys, "cors_origins": (PAGE,)}
         wanted = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-new"}

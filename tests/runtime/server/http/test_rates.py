@@ -92,6 +92,7 @@ class TestBucket:
 
 
 class TestRequests:
+    @pytest.mark.threat("key-rates")
     def test_beyond_the_rate_are_told_when_to_come_back(self, clock: Clock):
         app, _ = limited(clock, requests_per_minute=2)
         first, second = (ask(app, method="POST") for _ in range(2))
@@ -105,6 +106,7 @@ class TestRequests:
         clock.now += 30
         assert ask(app, method="POST").status == 200
 
+    @pytest.mark.threat("stored-responses")
     def test_that_only_read_are_free_but_for_what_is_stored(self, clock: Clock):
         app, _ = limited(clock, requests_per_minute=1)
         assert [ask(app).status for _ in range(3)] == [200] * 3
@@ -130,6 +132,7 @@ class TestRequests:
 
 
 class TestTokens:
+    @pytest.mark.threat("key-rates")
     def test_that_are_used_up_are_waited_for(self, clock: Clock):
         app, echo = limited(clock, tokens_per_minute=600)
         echo.handles = [Asked(100, 300, 300), Asked(100, 100, 100)]
@@ -166,6 +169,7 @@ class TestTokens:
         spend(tokens=7)
         assert ask(app, method="POST").headers["x-ratelimit-remaining-tokens"] == "593"
 
+    @pytest.mark.threat("key-rates")
     @pytest.mark.parametrize("done", [True, False])
     def test_of_who_leaves_are_the_prompts_and_those_so_far(self, clock: Clock, done: bool):
         app, echo = limited(clock, tokens_per_minute=600)

@@ -168,6 +168,7 @@ def test_what_other_servers_call_otherwise_is_refused_with_llmcs_name(http: http
     assert answer.json()["error"]["message"].endswith("leave it out, or did you mean repetition_penalty?")
 
 
+@pytest.mark.threat("json-cost")
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
@@ -186,6 +187,7 @@ def test_a_body_ends_at_its_first_fault(kind: type[Body], body: dict[str, Any]):
     assert refused.value.error_count() < 9  # one of each kind of value, and each member that is missing
 
 
+@pytest.mark.threat("json-cost")
 def test_a_name_that_an_object_has_twice_is_refused():
     app = Bodies(Echo(), ServerConfig(models={}))
     body = b'{"messages": [{"content": "a", "content": "b"}]}'
@@ -216,6 +218,7 @@ def test_an_empty_list_of_blocks_is_told_as_such(http: httpx.Client):
     assert answer.json()["error"]["message"] == "messages[0].content is empty, expected 1 or more items"
 
 
+@pytest.mark.threat("no-fetch")
 def test_another_spelling_of_a_route_leads_nowhere_else(http: httpx.Client):
     assert http.post(f"{CHAT}/", json={}, follow_redirects=False).status_code == 404
 

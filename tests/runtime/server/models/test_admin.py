@@ -98,6 +98,7 @@ def test_a_bundle_that_was_published_in_its_place_is_swapped_in(admin: httpx.Cli
     assert admin.get("/v1/models/first").json()["x_llmc"]["fingerprint"] == "e" * 64
 
 
+@pytest.mark.threat("admin")
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_other_keys_are_refused(admin: httpx.Client, method: str, path: str):
     before = states(admin)
@@ -113,6 +114,7 @@ def test_another_method_is_told_of_to_admins_alone(admin: httpx.Client):
     assert [answer.status_code for answer in answers] == [405, 403, 401]
 
 
+@pytest.mark.threat("admin")
 def test_an_admin_of_some_models_leaves_the_others_alone(admin: httpx.Client):
     for action in ACTIONS:
         refused = admin.post(f"/admin/models/second/{action}", headers=as_key(LIMITED))
@@ -120,6 +122,7 @@ def test_an_admin_of_some_models_leaves_the_others_alone(admin: httpx.Client):
     assert admin.post("/admin/models/none/unload").status_code == 404
 
 
+@pytest.mark.threat("admin")
 @pytest.mark.parametrize(("method", "path"), [*ROUTES, ("GET", ROUTES[1][1]), ("DELETE", ROUTES[0][1])])
 def test_where_no_key_is_an_admins_there_are_no_such_routes(
     nobodys: httpx.Client, address: str, method: str, path: str

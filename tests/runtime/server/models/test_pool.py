@@ -16,7 +16,7 @@ from llmc.bundle import ADAPTERS_FOLDER, Manifest, MemoryPlan, write_manifest
 from llmc.errors import BundleError, EngineClosedError, GpuError, LlmcError, RequestError, ResourceError, UsageError
 from llmc.publish import file_entries
 from llmc.runtime import load
-from llmc.runtime.model import memory_need
+from llmc.runtime.loading import memory_need
 from llmc.runtime.server.http.errors import from_llmc
 from llmc.runtime.server.models import loading as module
 from llmc.runtime.server.models import pool as pool_module
@@ -154,6 +154,7 @@ async def test_each_model_gets_its_own_format_of_calls(folders: dict[str, Path],
 
 
 class TestUnloading:
+    @pytest.mark.threat("model-memory")
     async def test_lets_requests_finish_and_the_next_one_loads_anew(self, make: Make, loader: Loader):
         pool = make()
         held = Held(pool, "a")
@@ -208,6 +209,7 @@ class TestLoading:
         with pytest.raises(ResourceError, match=r"c: .* others are in use;"):
             await pool.warm("a", "b", "c")
 
+    @pytest.mark.threat("reload-flood")
     async def test_of_a_broken_bundle_fails_for_all_and_is_not_tried_again_until_another_one_is_published(
         self, make: Make, loader: Loader, folders: dict[str, Path], manifest: Manifest
     ):
@@ -278,6 +280,7 @@ class TestMemory:
         await use(pool, "b")
         assert loader.names == ["a", "b", "c", "b"] and pool.memory_taken == 2 * SIZE
 
+    @pytest.mark.threat("model-memory")
     async def test_one_in_use_stays_and_who_needs_its_room_waits_for_it(self, make: Make, loader: Loader):
         pool = make(memory=SIZE)
         held = Held(pool, "a")
@@ -290,6 +293,7 @@ class TestMemory:
         await waiting
         assert model.closed.is_set() and loader.names == ["a", "b"]
 
+    @pytest.mark.threat("model-memory")
     async def test_who_waits_too_long_is_refused(self, make: Make):
         pool = make(memory=SIZE, patience_s=0.01)
         held = Held(pool, "a")
@@ -488,6 +492,7 @@ class TestAdapters:
         assert pool.adapters == {}
         await use(pool, "a")
 
+    @pytest.mark.threat("adapter-rights")
     @pytest.mark.parametrize("name", ["b", "sql"])
     async def test_with_the_name_of_something_else_are_refused(self, make: Make, folders, name: str):
         add(folders["b"], "sql")

@@ -130,6 +130,7 @@ class Held:
         await asyncio.gather(*tasks)
 
 
+@pytest.mark.threat("image-cost")
 async def test_more_than_may_wait_for_these_threads_are_refused():
     held, service = Held(), Service(ServerConfig(), POOL)
     service.images = Workers("images", threads=1, of_key=1, waiting=2)
@@ -140,6 +141,7 @@ async def test_more_than_may_wait_for_these_threads_are_refused():
     await held.let_go(*asked)
 
 
+@pytest.mark.threat("image-cost")
 @pytest.mark.parametrize(("given", "named"), [((SEEN,), {}), ((HELLO,), GUIDED)], ids=["images", "grammars"])
 async def test_one_key_leaves_threads_and_places_to_the_others(given: tuple[Any, ...], named: dict[str, Any]):
     held, service = Held(), Service(ServerConfig(), POOL)
@@ -153,6 +155,7 @@ async def test_one_key_leaves_threads_and_places_to_the_others(given: tuple[Any,
     await held.let_go(*asked)
 
 
+@pytest.mark.threat("image-cost")
 async def test_images_hold_up_no_grammars():
     held, service = Held(), Service(ServerConfig(), POOL)
     asked = [await held.ask(service, None, SEEN) for _ in range(20)]
@@ -162,6 +165,7 @@ async def test_images_hold_up_no_grammars():
     await held.let_go(*asked)
 
 
+@pytest.mark.threat("key-rights")
 @pytest.mark.parametrize(
     ("key", "asked", "granted"),
     [
@@ -188,6 +192,7 @@ def test_values_take_room_by_their_characters_and_items():
     assert room_beside([["x" * 50]] * 1000, 60) < 0  # and the rest is not looked at
 
 
+@pytest.mark.threat("forged-tokens")
 @pytest.mark.parametrize(
     ("settings", "key", "asked", "wanted"),
     [

@@ -143,6 +143,7 @@ def test_calls_and_results_that_the_template_does_not_show_are_refused(client: o
     assert client.chat.completions.create(**{**CALLED, "messages": messages, "tool_choice": "none"}).choices
 
 
+@pytest.mark.threat("honest-parameters")
 @pytest.mark.parametrize(
     ("given", "param"),
     [
@@ -195,6 +196,7 @@ def test_what_is_not_honoured_is_refused_by_name(http: httpx.Client, given: dict
     assert error["param"].startswith(param) and error["type"] == "invalid_request_error"
 
 
+@pytest.mark.threat("honest-parameters")
 @pytest.mark.parametrize(
     ("given", "names"),
     [
@@ -228,6 +230,7 @@ def test_what_cannot_change_the_answer_is_accepted_and_named(
     assert (found and ", ".join(sorted(found.split(", ")))) == names
 
 
+@pytest.mark.threat("honest-parameters")
 def test_what_an_answer_carried_may_come_back(able_http: httpx.Client, able_openai: openai.OpenAI):
     asked = able_openai.chat.completions.create(**{**CALLED, "model": "able"}).choices[0].message
     assert asked.tool_calls and asked.tool_calls[0].id.startswith("call_")
@@ -263,6 +266,7 @@ LOOSE: dict[str, Any] = {
 }
 
 
+@pytest.mark.threat("tool-schemas")
 def test_a_tool_that_need_not_be_called_may_have_rules_that_cannot_be_enforced(able_http: httpx.Client):
     def ask(strict: bool = False, **given: Any) -> httpx.Response:
         tool = {"type": "function", "function": {"name": "add", "parameters": LOOSE, "strict": strict}}

@@ -169,6 +169,7 @@ def test_what_is_not_honoured_is_refused_by_name(http: httpx.Client, given: dict
     assert error["param"] == param and param in error["message"] and error["type"] == "invalid_request_error"
 
 
+@pytest.mark.threat("tokenize-cost")
 def test_log_probabilities_of_prompts_are_bounded(http: httpx.Client, monkeypatch: pytest.MonkeyPatch):
     body = {"prompt": ["a b c", "a b c"], "max_tokens": 1, "echo": True, "logprobs": 4}
     whole = http.post("/v1/completions", json=body).json()

@@ -10,7 +10,7 @@ import openai
 import pytest
 from doubles.serving import serving
 
-from llmc.runtime import load
+from llmc.runtime import Embedder, load
 from llmc.runtime.server.config import ServerConfig
 
 TEXTS = ["a b", "def f(x): return x", "c"]
@@ -21,7 +21,7 @@ EQUAL = 1e-6
 def test_vectors_are_those_of_the_model(able_openai: openai.OpenAI, encoder_bundles: dict[str, Path]):
     """The client asks for base64 by itself."""
     answer = able_openai.embeddings.create(model="embed", input=TEXTS, dimensions=8)
-    with load(encoder_bundles["embed"], threads=1, self_test=False) as model:
+    with load(encoder_bundles["embed"], kind=Embedder, threads=1, self_test=False) as model:
         wanted = model.embed(TEXTS, dimensions=8)
         tokens = sum(len(model.tokenizer.encode(text)) for text in TEXTS)
     assert np.abs(np.array([item.embedding for item in answer.data]) - wanted).max() <= EQUAL
@@ -35,6 +35,7 @@ def test_numbers_and_base64_say_the_same(able_openai: openai.OpenAI):
     assert able_openai.embeddings.create(**given).data[0].embedding == pytest.approx(numbers)
 
 
+@pytest.mark.threat("embedding-cost")
 def test_requests_that_may_not_wait_are_refused(encoder_bundles: dict[str, Path]):
     """More at once than compute and may wait."""
     config = ServerConfig(models={"embed": encoder_bundles["embed"]}, threads=1, max_queue=1)
@@ -56,7 +57,7 @@ def test_documents_are_ranked_by_the_models_scores(able_http: httpx.Client, enco
     documents = ["one", "two", {"text": "three"}]
     body = {"model": "rank", "query": "a b", "documents": documents, "return_documents": True, "top_n": 2}
     answer = able_http.post("/v1/rerank", json=body).json()
-    with load(encoder_bundles["rank"], threads=1, self_test=False) as model:
+    with load(encoder_bundles["rank"], kind=Embedder, threads=1, self_test=False) as model:
         scores = model.rank("a b", ["one", "two", "three"])
     order = np.argsort(-scores)[:2].tolist()
     assert [result["index"] for result in answer["results"]] == order

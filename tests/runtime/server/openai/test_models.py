@@ -26,6 +26,7 @@ def asked(text: str) -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.threat("tokenize-cost")
 @pytest.mark.parametrize("path", asked(""))
 def test_tokens_are_charged_as_those_of_prompts(http: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str):
     spent: list[int] = []
@@ -34,6 +35,7 @@ def test_tokens_are_charged_as_those_of_prompts(http: httpx.Client, monkeypatch:
     assert answer.status_code == 200 and spent == [answer.json()["input_tokens"]] and spent[0] > 0
 
 
+@pytest.mark.threat("tokenize-cost")
 @pytest.mark.parametrize("path", asked(""))
 def test_texts_that_no_context_holds_are_not_tokenized(http: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str):
     monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))

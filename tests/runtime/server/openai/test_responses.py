@@ -145,6 +145,7 @@ def test_logprobs_are_those_of_the_text(able_openai: openai.OpenAI):
     assert all(len(token.top_logprobs) == 2 for token in part.logprobs)
 
 
+@pytest.mark.threat("no-fetch")
 @pytest.mark.parametrize(
     ("given", "param"),
     [
@@ -231,6 +232,7 @@ def test_a_conversation_is_its_turns_in_order():
     assert texts(store, None, "b") == ["a?", "a!", "b?", "b!"]
 
 
+@pytest.mark.threat("stored-responses")
 def test_no_key_sees_what_another_one_stored():
     store = ResponseStore(10_000)
     store.put("one", *named("a"))
@@ -242,6 +244,7 @@ def test_no_key_sees_what_another_one_stored():
     assert texts(store, "one", "a") == ["a?", "a!"]
 
 
+@pytest.mark.threat("stored-responses")
 def test_what_was_used_longest_ago_makes_room_and_conversations_stay_whole():
     store = ResponseStore(3 * named("a", "b")[1].size)
     store.put(None, *named("a"))
@@ -259,6 +262,7 @@ def test_what_is_kept_is_read_as_it_was_sent_without_being_parsed(http: httpx.Cl
     assert http.get(f"/v1/responses/{sent.json()['id']}").content == sent.content
 
 
+@pytest.mark.threat("stored-responses")
 def test_bytes_are_bounded():
     store = ResponseStore(1000)
     for number in range(50):

@@ -305,6 +305,7 @@ GARBAGE: dict[str, tuple[str | bytes, str]] = {
 
 
 class TestFrames:
+    @pytest.mark.threat("websocket")
     @pytest.mark.parametrize("name", GARBAGE)
     def test_that_are_garbage_are_refused_and_those_after_them_answered(self, service: Service, name: str):
         frame, said = GARBAGE[name]
@@ -322,12 +323,14 @@ class TestFrames:
             assert closing_code(client) == 1007
         assert "UTF-8" not in caplog.text
 
+    @pytest.mark.threat("websocket")
     @pytest.mark.parametrize("parts", [1, 10])
     def test_larger_than_a_body_end_the_connection(self, service: Service, parts: int):
         with service.connect() as client:
             client.send("a" * 101_000 if parts == 1 else ["a" * 11_000] * parts)
             assert closing_code(client) == 1009
 
+    @pytest.mark.threat("websocket")
     @pytest.mark.parametrize(
         "frame", [b"\x89\x80\0\0\0\0", b"\x01\x80\0\0\0\0" + b"\0\x80\0\0\0\0" * 9], ids=["pings", "parts"]
     )
@@ -347,6 +350,7 @@ class TestFrames:
             service.app.gate.set()
             assert sum(answer(client)[-1]["type"] != "error" for _ in range(64)) == 64
 
+    @pytest.mark.threat("websocket")
     def test_that_wait_have_as_many_bytes_as_one_body(self, service: Service):
         with service.connect() as client:
             for given in ("wait", "a" * 60_000, "a" * 60_000):
@@ -373,6 +377,7 @@ class TestFrames:
 
 
 class TestGuards:
+    @pytest.mark.threat("websocket")
     @pytest.mark.parametrize(
         ("name", "value", "status", "code"),
         [("Origin", "https://evil.example", 403, "foreign_origin"), ("Host", "evil.example", 400, "unknown_host")],
@@ -392,6 +397,7 @@ class TestGuards:
                 client.send(create())
                 assert answer(client)[-1]["type"] == "response.incomplete"
 
+    @pytest.mark.threat("websocket")
     def test_ask_for_a_key_at_the_handshake_and_at_each_frame(self, tmp_path: Path):
         keys = tmp_path / "keys.toml"
 
@@ -421,6 +427,7 @@ class TestGuards:
                 assert (withdrawn["status"], withdrawn["error"]["code"]) == (401, "invalid_api_key")
                 assert closing_code(client) == 1008
 
+    @pytest.mark.threat("websocket")
     def test_count_connections(self):
         with served(max_connections=3) as service, ExitStack() as crowd:
             for _ in range(2):
@@ -510,6 +517,7 @@ class Transport:
         self.written += data
 
 
+@pytest.mark.threat("websocket")
 def test_pings_are_answered_while_the_client_reads():
     with closing(asyncio.new_event_loop()) as loop:
         config = uvicorn.Config(Scripted(), log_config=None)

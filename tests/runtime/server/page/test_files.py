@@ -21,6 +21,7 @@ def client() -> Iterator[TestClient]:
         yield found
 
 
+@pytest.mark.threat("page-markup", "page-files")
 @pytest.mark.parametrize("path", PATHS)
 def test_every_file_is_shut_in(client: TestClient, path: str):
     headers = client.get(path).headers
@@ -47,6 +48,7 @@ def test_a_file_that_the_browser_has_is_not_sent_again(client: TestClient):
     assert client.get("/page/app.js", headers={"If-None-Match": '"other"'}).content == first.content
 
 
+@pytest.mark.threat("page-files")
 def test_nothing_else_is_served(client: TestClient):
     for path in ("/page/", "/page/__init__.py", "/page/index.html", "/page/../__init__.py", "/page/%2e%2e/app.py"):
         assert client.get(path).status_code == 404

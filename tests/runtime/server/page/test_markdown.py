@@ -89,6 +89,7 @@ ELEMENTS = set(
 ATTRIBUTES = {"class", "title", "target", "rel", "tabindex", "start", "href", "aria-label", "aria-hidden", "type"}
 
 
+@pytest.mark.threat("page-markup")
 def test_hostile_text_stays_text(page):
     found = {name for text in HOSTILE for name in page.evaluate(ALLOWED, text)}
     assert {name for name in found if " " not in name} <= ELEMENTS
@@ -137,6 +138,7 @@ LONG = [
 ]
 
 
+@pytest.mark.threat("page-freeze")
 def test_texts_made_to_take_long_are_rendered(page, render):
     assert [len(text) for text in LONG if not render(text) and text.strip()] == []
 
@@ -147,6 +149,7 @@ MOST_ELEMENTS = 20_000
 WIDE = "|" * 3_000 + "\n" + "|-" * 3_000 + "|\n" + "|\n" * 3_000  # 9 million cells if all were made
 
 
+@pytest.mark.threat("page-freeze")
 def test_no_answer_freezes_the_page(page):
     held = {}
     for text in (WIDE, "| a |\n|---|\n" + "| b |\n" * 3_900, "- a\n" * 1_900, *LONG):
@@ -165,6 +168,7 @@ def test_no_answer_freezes_the_page(page):
     assert held == {}
 
 
+@pytest.mark.threat("page-freeze")
 def test_a_text_that_was_too_slow_stays_plain_while_more_of_it_comes(page):
     """Else each token would take as long again."""
     tried = """async (text) => {

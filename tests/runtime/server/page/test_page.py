@@ -139,6 +139,7 @@ class TestAnswers:
             {"role": "tool", "content": "4 °C", "tool_call_id": "call_1"},
         ]
 
+    @pytest.mark.threat("page-freeze")
     @pytest.mark.parametrize("index", ["__proto__", "constructor", "length", -1, 1.5, 1, 10**9, None, [], {}])
     def test_leave_out_calls_that_an_upstream_puts_nowhere(self, page, server: ChatServer, ask, index: Any):
         start = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
@@ -153,6 +154,7 @@ class TestAnswers:
         done(page)
         assert page.evaluate("window.heard") == ["The model is answering.", "Answer: Hello there, you."]
 
+    @pytest.mark.threat("page-markup")
     def test_never_become_markup(self, page, server: ChatServer, ask):
         evil = "<img src=x onerror=window.owned=1><script>window.owned=1</script>"
         call = {"index": 0, "id": evil, "type": "function", "function": {"name": evil, "arguments": evil}}
@@ -231,6 +233,7 @@ class TestVersions:
 
 
 class TestHistory:
+    @pytest.mark.threat("page-history")
     def test_outlives_the_page_and_is_deleted_when_asked(self, page, server: ChatServer, ask):
         for text in ("One", "Two", "Three"):
             page.keyboard.press("Alt+n")
@@ -509,6 +512,7 @@ class TestErrors:
         page.locator("#notice").get_by_role("button", name="Try again").click()
         expect(page.get_by_role("combobox", name="Model")).to_have_value("tiny")
 
+    @pytest.mark.threat("page-history")
     def test_of_a_missing_key_ask_for_it_and_keep_it_with_the_tab(self, page, server: ChatServer, ask):
         server.key = "sk-1"
         ask("Hi")

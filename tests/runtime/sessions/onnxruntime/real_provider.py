@@ -55,12 +55,12 @@ def opened(log: Log) -> Iterator[Callable[[str], CudaSession]]:
 
 def prefill(session: CudaSession, length: int) -> None:
     ids = np.zeros((1, length), np.int64)
-    session.run(Batch(Phase.PREFILL, ids, np.zeros(1, np.int64), np.array([[length - 1]])))
+    session.run(Batch.of(Phase.PREFILL, ids, np.zeros(1, np.int64), np.array([[length - 1]])))
 
 
 def decode(session: CudaSession, past: int, rows: int = 1) -> None:
     zeros = np.zeros((rows, 1), np.int64)
-    session.run(Batch(Phase.DECODE, zeros, np.full(rows, past), zeros))
+    session.run(Batch.of(Phase.DECODE, zeros, np.full(rows, past), zeros))
 
 
 def kernels(lines: list[str]) -> list[str]:

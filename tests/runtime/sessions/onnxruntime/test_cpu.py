@@ -13,7 +13,7 @@ from onnx import numpy_helper, parser
 from llmc.bundle import Manifest, read_bundle
 from llmc.runtime.runner.prefill import batch
 from llmc.runtime.sessions import Batch, Phase, Session, open_session
-from llmc.runtime.sessions.onnxruntime import cpu
+from llmc.runtime.sessions.onnxruntime import binding
 from llmc.runtime.sessions.onnxruntime.library import inference_session, session_options
 
 # Largest difference of logits between a row of a batch and the same row alone, in standard deviations of the logits.
@@ -50,13 +50,13 @@ def session(split_bundle: Path) -> Iterator[Session]:
 def binds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the arrays that are bound from now on."""
     names: list[str] = []
-    bind = cpu.bind
+    bind = binding.bind
 
     def spy(target: Callable[..., None], name: str, array: np.ndarray) -> None:
         names.append(name)
         bind(target, name, array)
 
-    monkeypatch.setattr(cpu, "bind", spy)
+    monkeypatch.setattr(binding, "bind", spy)
     return names
 
 
@@ -72,7 +72,7 @@ def prefill(session: Session, prompt: list[int], row: int = 0) -> np.ndarray:
 
 def decode(session: Session, tokens: list[int], past: list[int], first_row: int = 0) -> np.ndarray:
     ids, zeros = np.array(tokens, np.int64)[:, None], np.zeros((len(tokens), 1), np.int64)
-    return session.run(Batch(Phase.DECODE, ids, np.array(past, np.int64), zeros, first_row))[:, 0].copy()
+    return session.run(Batch.of(Phase.DECODE, ids, np.array(past, np.int64), zeros, first_row))[:, 0].copy()
 
 
 def together(session: Session, mixed_up: bool = False) -> np.ndarray:
@@ -105,7 +105,7 @@ def prefill_together(session: Session, mixed_up: bool = False) -> np.ndarray:
     for row, prompt in zip(ids, PROMPTS, strict=True):
         row[: len(prompt)] = prompt
     lengths = lengths[::-1] if mixed_up else lengths
-    call = Batch(Phase.PREFILL, ids, np.zeros(ROWS, np.int64), lengths[:, None] - 1, new_lengths=lengths)
+    call = Batch.of(Phase.PREFILL, ids, np.zeros(ROWS, np.int64), lengths[:, None] - 1, new_lengths=lengths)
     return session.run(call)[:, 0].copy()
 
 
@@ -184,7 +184,7 @@ def test_short_calls_of_many_shapes_stay_bound_and_share_memory_for_their_logits
 
     def verify(tokens: int) -> np.ndarray:
         ids, indices = np.array([PROMPTS[0][:tokens]]), np.arange(tokens)[None]
-        return session.run(Batch(Phase.DECODE, ids, np.array([37]), indices))
+        return session.run(Batch.of(Phase.DECODE, ids, np.array([37]), indices))
 
     all_logits = [verify(tokens) for tokens in (2, 3, 5)] + [decode_in_place(session, rows) for rows in (1, 2, 3)]
     assert all(np.shares_memory(logits, all_logits[0]) for logits in all_logits)
@@ -200,7 +200,7 @@ def test_short_calls_of_many_shapes_stay_bound_and_share_memory_for_their_logits
 
 def decode_in_place(session: Session, rows: int) -> np.ndarray:
     zeros = np.zeros((rows, 1), np.int64)
-    return session.run(Batch(Phase.DECODE, zeros + 7, zeros[:, 0] + 37, zeros))
+    return session.run(Batch.of(Phase.DECODE, zeros + 7, zeros[:, 0] + 37, zeros))
 
 
 def test_growth_binds_anew_and_keeps_the_contents(session: Session, binds: list[str]):

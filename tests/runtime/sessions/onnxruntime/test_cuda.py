@@ -99,12 +99,12 @@ def reference(bundle: Path) -> Iterator[Session]:
 
 def prefill(session: Session, prompt: list[int], row: int = 0) -> np.ndarray:
     last = np.array([[len(prompt) - 1]])
-    return session.run(Batch(Phase.PREFILL, np.array([prompt]), np.zeros(1, np.int64), last, row))[0, 0].copy()
+    return session.run(Batch.of(Phase.PREFILL, np.array([prompt]), np.zeros(1, np.int64), last, row))[0, 0].copy()
 
 
 def decode(session: Session, tokens: list[int], past: list[int], first_row: int = 0) -> np.ndarray:
     ids, zeros = np.array(tokens, np.int64)[:, None], np.zeros((len(tokens), 1), np.int64)
-    return session.run(Batch(Phase.DECODE, ids, np.array(past, np.int64), zeros, first_row))[:, 0].copy()
+    return session.run(Batch.of(Phase.DECODE, ids, np.array(past, np.int64), zeros, first_row))[:, 0].copy()
 
 
 # ------------------------------------------------------------------------------------------------------------ results
@@ -115,16 +115,16 @@ def test_every_call_equals_the_same_graph_on_the_cpu(bundle, opened, reference, 
     """A prompt in each row, a ragged batch of steps, recorded from the second on, drafts, and no logits at all."""
     session = opened(bundle, FakeDriver(device))
     calls = [
-        Batch(Phase.PREFILL, np.array([p]), np.zeros(1, int), np.array([[3, 0]]), r) for r, p in enumerate(PROMPTS)
+        Batch.of(Phase.PREFILL, np.array([p]), np.zeros(1, int), np.array([[3, 0]]), r) for r, p in enumerate(PROMPTS)
     ]
     past = np.array([len(prompt) for prompt in PROMPTS])
     zeros = np.zeros((3, 1), int)
     steps = [np.array([[answer[i]] for answer in ANSWERS]) for i in range(4)]
-    calls += [Batch(Phase.DECODE, step, past + i, zeros) for i, step in enumerate(steps)]
+    calls += [Batch.of(Phase.DECODE, step, past + i, zeros) for i, step in enumerate(steps)]
     drafted = np.array([answer[:3] for answer in ANSWERS])
-    calls.append(Batch(Phase.DECODE, drafted, past, np.tile(np.arange(3), (3, 1))))
-    calls.append(Batch(Phase.PREFILL, drafted[:1], past[:1] + 3, np.zeros((1, 0), int)))
-    calls.append(Batch(Phase.PREFILL, np.array([PROMPTS[1]]), past[:1], np.arange(130)[None]))
+    calls.append(Batch.of(Phase.DECODE, drafted, past, np.tile(np.arange(3), (3, 1))))
+    calls.append(Batch.of(Phase.PREFILL, drafted[:1], past[:1] + 3, np.zeros((1, 0), int)))
+    calls.append(Batch.of(Phase.PREFILL, np.array([PROMPTS[1]]), past[:1], np.arange(130)[None]))
     for call in calls:
         found, wanted = session.run(call), reference.run(call)
         assert np.array_equal(found, wanted)
@@ -136,12 +136,12 @@ def test_candidates_are_the_most_probable_tokens_of_the_rows_which_stay_on_the_g
     session = opened(bundle, FakeDriver(device))
     past = np.array([len(prompt) for prompt in PROMPTS])
     calls = [
-        Batch(Phase.PREFILL, np.array([p]), np.zeros(1, int), np.array([[len(p) - 1]]), row)
+        Batch.of(Phase.PREFILL, np.array([p]), np.zeros(1, int), np.array([[len(p) - 1]]), row)
         for row, p in enumerate(PROMPTS)
     ]
     steps = [np.array([[answer[i]] for answer in ANSWERS]) for i in range(4)]  # the last ones are replayed
-    calls += [Batch(Phase.DECODE, step, past + i, np.zeros((3, 1), int)) for i, step in enumerate(steps)]
-    calls += [Batch(Phase.DECODE, np.array([[5, 6, 7]]), past[1:2], np.arange(3)[None], 1)]  # drafts
+    calls += [Batch.of(Phase.DECODE, step, past + i, np.zeros((3, 1), int)) for i, step in enumerate(steps)]
+    calls += [Batch.of(Phase.DECODE, np.array([[5, 6, 7]]), past[1:2], np.arange(3)[None], 1)]  # drafts
     for call in calls:
         before = session._driver.copied["host", "device"]
         ranked, rows = session.rank(call), reference.run(call)

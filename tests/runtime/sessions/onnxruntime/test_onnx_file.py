@@ -81,6 +81,7 @@ def test_the_graphs_of_a_build_name_places_where_their_weights_can_be(tiny_bundl
         check_weights(graph, {"weights.bin"})
 
 
+@pytest.mark.threat("bundle-weights")
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_place_that_an_engine_must_not_map_is_refused(tiny_bundle: Path, tmp_path: Path, case: str):
     change, words = HOSTILE[case]

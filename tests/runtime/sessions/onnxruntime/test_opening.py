@@ -56,7 +56,7 @@ def prefill(session: Session) -> bytes:
 
 def decode(session: Session) -> bytes:
     token, nothing = np.full((1, 1), 7, np.int64), np.zeros((1, 1), np.int64)
-    return session.run(Batch(Phase.DECODE, token, np.array([len(PROMPT)]), nothing)).tobytes()
+    return session.run(Batch.of(Phase.DECODE, token, np.array([len(PROMPT)]), nothing)).tobytes()
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ def used(setup: Any, steps: int = 4) -> np.ndarray:
     found = []
     for past in range(steps):
         ids, zeros = np.array([[past]]), np.zeros((1, 1), np.int64)
-        found.append(session.run(Batch(Phase.DECODE, ids, np.array([past]), zeros)).copy())
+        found.append(session.run(Batch.of(Phase.DECODE, ids, np.array([past]), zeros)).copy())
     session.close()
     assert setup.driver.leaks == []
     return np.array(found)

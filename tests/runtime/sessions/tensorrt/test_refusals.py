@@ -19,7 +19,7 @@ MB = 1_000_000
 
 def step(session: TensorRTSession, past: int = 0) -> np.ndarray:
     zeros = np.zeros((1, 1), np.int64)
-    return session.run(Batch(Phase.DECODE, zeros, np.array([past]), zeros))
+    return session.run(Batch.of(Phase.DECODE, zeros, np.array([past]), zeros))
 
 
 def refused(setup: Any, error: type[LlmcError], match: str) -> None:

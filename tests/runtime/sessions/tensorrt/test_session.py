@@ -24,7 +24,7 @@ def call(session: Session, tokens: Any, past: Any, outputs: Any, row: int = 0) -
     ids = np.array(tokens, np.int64)
     phase = Phase.DECODE if ids.shape[1] == 1 else Phase.PREFILL
     indices = np.array(outputs, np.int64).reshape(len(ids), -1)
-    return session.run(Batch(phase, ids, np.array(past, np.int64), indices, row))
+    return session.run(Batch.of(phase, ids, np.array(past, np.int64), indices, row))
 
 
 def prefill(session: Session, prompt: list[int], row: int = 0, past: int = 0) -> np.ndarray:
@@ -139,7 +139,7 @@ def test_a_step_is_recorded_after_its_second_run_and_then_only_launched(bundle: 
         counts.append((driver.calls["begin_capture"], driver.calls["launch"], setup.library.runs))
     assert counts == [(0, 0, 1), (1, 0, 3), (1, 1, 3), (1, 2, 3), (1, 3, 3), (1, 4, 3)]
     before = driver.calls.copy()
-    session.rank(Batch(Phase.DECODE, np.array([[1]]), np.array([6]), np.zeros((1, 1), np.int64)))
+    session.rank(Batch.of(Phase.DECODE, np.array([[1]]), np.array([6]), np.zeros((1, 1), np.int64)))
     assert {name for name in driver.calls if driver.calls[name] > before[name]} == {"activate", "launch", "synchronize"}
 
 

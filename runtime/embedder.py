@@ -2,46 +2,53 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import Manifest, publication, read_same
+from llmc.bundle import Manifest
 from llmc.errors import ContextError, NonFiniteError, RequestError, UsageError, format_value
+from llmc.runtime.loaded import LoadedBundle
 from llmc.runtime.sampling.ranges import integer
 from llmc.runtime.sessions.onnxruntime.stateless import StatelessSession
 from llmc.runtime.text.control_tokens import Disguise
 from llmc.runtime.text.prompts import Prompts
 from llmc.runtime.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from llmc.runtime.text.chat_template import ChatTemplate
-
 Tokens = Sequence[int]
 Vectors = NDArray[np.float32]
-# Of a vector's length; a vector of zeros stays one.
+# Least length that a vector is divided by; a vector of zeros stays one.
 SHORTEST = 1e-12
-# Times that a document is cut shorter, for what its last characters become as tokens depends on what follows.
+# Times that a document is cut shorter: the tokens of its last characters depend on the text after them.
 MOST_CUTS = 8
 
 
-class TextEncoder:
-    """A loaded bundle that embeds or ranks texts of up to ``max_context`` tokens. Any thread may call it; calls take
-    turns."""
+# A model's work by its result, for messages.
+ABILITIES = {
+    "embeddings": "embeds texts (llmc embed, Embedder.embed)",
+    "scores": "ranks documents (llmc rank, Embedder.rank)",
+}
+
+
+class Embedder(LoadedBundle):
+    """A loaded bundle that embeds or ranks texts. Calls take turns."""
 
     def __init__(
-        self, folder: Path, manifest: Manifest, session: StatelessSession, tokenizer: Tokenizer, max_context: int
+        self,
+        folder: Path,
+        manifest: Manifest,
+        tokenizer: Tokenizer,
+        session: StatelessSession,
+        threads: int,
+        max_context: int,
     ) -> None:
         assert manifest.geometry.encoder is not None
-        self.session = session
-        self.max_context = max_context
+        super().__init__(folder, manifest, tokenizer, session, threads, max_context)
         self._form = manifest.geometry.encoder
         self._call_tokens = manifest.limits.prefill_chunk
-        self._folder, self._tokenizer = folder, tokenizer
-        self._publication = publication(folder)
         self._prompts = Prompts.from_folder(folder)
         self._lock = threading.Lock()
 
@@ -50,27 +57,48 @@ class TextEncoder:
         """Values of a result."""
         return self._form.width
 
-    @property
-    def ability(self) -> str:
-        """Its work, for messages."""
-        embeds = self._form.result == "embeddings"
-        return "embeds texts (llmc embed, Model.embed)" if embeds else "ranks documents (llmc rank, Model.rank)"
-
-    @cached_property
-    def _chat_template(self) -> "ChatTemplate":
-        from llmc.runtime.text.chat_template import ChatTemplate  # jinja, for those who rank
-
-        read = partial(ChatTemplate.from_folder, tokenizer=self._tokenizer)
-        return read_same(self._folder, self._publication, read)
-
     def embed(
-        self, texts: Sequence[str], *, dimensions: int | None, instruction: str | None, truncate: bool
+        self,
+        texts: Sequence[str],
+        *,
+        dimensions: int | None = None,
+        instruction: str | None = None,
+        truncate: bool = False,
     ) -> Vectors:
+        """Vectors of texts, float32 [n, d], of length one where the checkpoint normalises.
+
+        Args:
+            texts: any number of them.
+            dimensions: the first so many values of each, made of length one again (Matryoshka); default: all, or what
+                the checkpoint says.
+            instruction: a prompt's name, as ``query`` or ``document``, a task in words, or a whole prompt that ends in
+                a colon; see :class:`llmc.runtime.text.prompts.Prompts`. Default: the checkpoint's, mostly none.
+            truncate: leave the end of a text out that is too long; by default it is refused.
+
+        Raises:
+            UsageError: the bundle does not embed, or an argument is out of range.
+            RequestError: a text is too long, has no tokens, or is no valid text.
+        """
         self._check("embeddings", "embed")
         width = self.vector_width(dimensions)
         return self.cut(self.encode(self.text_tokens(texts, instruction=instruction, truncate=truncate)), width)
 
-    def rank(self, query: str, documents: Sequence[str], *, instruction: str | None, truncate: bool) -> Vectors:
+    def rank(
+        self, query: str, documents: Sequence[str], *, instruction: str | None = None, truncate: bool = False
+    ) -> Vectors:
+        """Scores of documents for a query, float32 [n] in the order given; the higher the better: logits, or after a
+        sigmoid.
+
+        Args:
+            query: the question.
+            documents: any number of texts.
+            instruction: a prompt's name or the task in words; default: the checkpoint's.
+            truncate: leave the end of a document out that is too long; by default it is refused.
+
+        Raises:
+            UsageError: the bundle does not rank, or an argument is of another type.
+            RequestError: a text is too long or no valid text, or the chat template fails.
+        """
         self._check("scores", "rank")
         return self.encode(self.pair_tokens(query, documents, instruction=instruction, truncate=truncate))[:, 0]
 
@@ -90,13 +118,13 @@ class TextEncoder:
         return vectors
 
     def text_tokens(self, texts: Sequence[str], *, instruction: str | None, truncate: bool) -> list[list[int]]:
-        """Token ids of texts to embed, as :meth:`llmc.runtime.Model.embed` makes them."""
+        """Token ids of texts to embed, as :meth:`embed` makes them."""
         prefix = self._prompts.prefix(instruction)
         return [self._tokens(prefix + text, truncate) for text in _check_texts("texts", texts)]
 
     def check_token_ids(self, rows: Sequence[Tokens], *, truncate: bool) -> list[list[int]]:
         """Token ids that a client made itself; RequestError for ids that are none of the model's, too many, or none."""
-        size = self._tokenizer.vocab_size
+        size = self.tokenizer.vocab_size
         for ids in rows:
             if (wrong := next((token for token in ids if not 0 <= token < size), None)) is not None:
                 raise RequestError(f"a text holds the token {wrong}, expected ids from 0 to {size - 1}")
@@ -107,11 +135,11 @@ class TextEncoder:
     def pair_tokens(
         self, query: str, documents: Sequence[str], *, instruction: str | None, truncate: bool
     ) -> list[list[int]]:
-        """Token ids of a query with each document, as :meth:`llmc.runtime.Model.rank` makes them."""
+        """Token ids of a query with each document, as :meth:`rank` makes them."""
         (query,), documents = _check_texts("query", [query]), _check_texts("documents", documents)
         prompt = self._prompts.prefix(instruction)
         first = prompt + query
-        if self._tokenizer.encode_within(first, self.max_context, self._tokenizer.encode)[1] < len(first):
+        if self.tokenizer.encode_within(first, self.max_context, self.tokenizer.encode)[1] < len(first):
             raise ContextError(
                 f"the query leaves no room for a document in {self.max_context} tokens",
                 "shorten it",
@@ -121,20 +149,20 @@ class TextEncoder:
         return [tokens(prompt, query, document, truncate) for document in documents]
 
     def encode(self, rows: Sequence[Tokens]) -> Vectors:
-        """Results float32 [n, width] of token sequences, in their order; those of like lengths share calls.
+        """Results float32 [n, width] of token sequences, in their order. Sequences of like lengths share calls.
         Raises NonFiniteError: the model computed NaN or infinite values."""
-        found = np.empty((len(rows), self.width), np.float32)
+        results = np.empty((len(rows), self.width), np.float32)
         for group in self._groups(rows):
             longest = len(rows[group[0]])
             ids = np.zeros((len(group), longest), np.int64)
             for row, place in zip(ids, group, strict=True):
                 row[: len(rows[place])] = rows[place]
             lengths = np.array([len(rows[place]) for place in group], np.int64)
-            with self._lock:  # of each call the engine's memory is planned for
-                found[group] = self.session.run(input_ids=ids, lengths=lengths).reshape(len(group), self.width)
-        if not np.isfinite(found).all():
+            with self._lock:  # memory is planned for one call at a time
+                results[group] = self._session.run(input_ids=ids, lengths=lengths).reshape(len(group), self.width)
+        if not np.isfinite(results).all():
             raise NonFiniteError("the model's results hold NaN or infinite values; run: llmc verify BUNDLE")
-        return found
+        return results
 
     def _groups(self, rows: Sequence[Tokens]) -> Iterator[list[int]]:
         order = sorted(range(len(rows)), key=lambda place: -len(rows[place]))
@@ -145,17 +173,18 @@ class TextEncoder:
 
     def _check(self, result: str, verb: str) -> None:
         if self._form.result != result:
-            raise UsageError("bundle", f"{self.ability}, so it cannot {verb}", "use the other verb or another bundle")
+            ability = ABILITIES[str(self._form.result)]
+            raise UsageError("bundle", f"{ability}, so it cannot {verb}", "use the other verb or another bundle")
 
     def _tokens(self, text: str, truncate: bool) -> list[int]:
-        ids, read = self._tokenizer.encode_within(text, self.max_context, self._tokenizer.encode)
+        ids, read = self.tokenizer.encode_within(text, self.max_context, self.tokenizer.encode)
         if read < len(text) or len(ids) > self.max_context:
             ids = self._cut(ids, truncate, text[:read])
         return self._strip_padding(ids)
 
     def _pair(self, prompt: str, query: str, document: str, truncate: bool) -> list[int]:
-        _, read = self._tokenizer.encode_within(document, self.max_context, self._tokenizer.encode)
-        ids = self._tokenizer.encode_cut(prompt + query, None, document[:read])
+        _, read = self.tokenizer.encode_within(document, self.max_context, self.tokenizer.encode)
+        ids = self.tokenizer.encode_cut(prompt + query, None, document[:read])
         if read < len(document) or len(ids) > self.max_context:
             ids = self._cut(ids, truncate, prompt + query, document[:read])
         return self._strip_padding(ids)
@@ -165,7 +194,7 @@ class TextEncoder:
         out."""
         if not truncate:
             raise self._too_long(ids)
-        return self._tokenizer.encode_cut(text, self.max_context, pair)
+        return self.tokenizer.encode_cut(text, self.max_context, pair)
 
     def _too_long(self, ids: Tokens) -> ContextError:
         return ContextError(
@@ -176,8 +205,8 @@ class TextEncoder:
         )
 
     def _render(self, prompt: str, query: str, document: str, truncate: bool) -> list[int]:
-        encode = partial(self._tokenizer.encode, add_special_tokens=False)
-        alone, read = self._tokenizer.encode_within(document, self.max_context, encode)
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
+        alone, read = self.tokenizer.encode_within(document, self.max_context, encode)
         room, shown = len(alone), document[:read]
         for _ in range(MOST_CUTS):
             ids = self._message_tokens(prompt, query, shown)
@@ -188,7 +217,7 @@ class TextEncoder:
             room -= max(1, len(ids) - self.max_context)
             if room < 0:
                 break
-            shown = self._tokenizer.decode(alone[:room], skip_special_tokens=False).rstrip("\ufffd")
+            shown = self.tokenizer.decode(alone[:room], skip_special_tokens=False).rstrip("\ufffd")
         raise ContextError(
             f"the query leaves no room for a document in {self.max_context} tokens", "shorten it", parameter="prompt"
         )
@@ -200,11 +229,11 @@ class TextEncoder:
         return ids[:end]
 
     def _message_tokens(self, prompt: str, query: str, document: str) -> list[int]:
-        disguise = Disguise(self._tokenizer.controls)
+        disguise = Disguise(self.tokenizer.controls)
         messages = [{"role": "system", "content": prompt}] if prompt else []
         messages += [{"role": "query", "content": query}, {"role": "document", "content": document}]
-        text = self._chat_template.render(messages, False, disguise=disguise)
-        return self._tokenizer.encode_disguised(text, disguise)
+        text = self.chat_template.render(messages, False, disguise=disguise)
+        return self.tokenizer.encode_disguised(text, disguise)
 
 
 def _check_texts(name: str, texts: Any) -> list[str]:

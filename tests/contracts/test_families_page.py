@@ -1,4 +1,4 @@
-"""The README's table of families and targets is what the code has: every family, and what each target refuses."""
+"""The page of families is what the code has: every family, and what each target refuses."""
 
 import re
 from contextlib import nullcontext
@@ -38,16 +38,15 @@ ON_CPUS = {
 
 
 @pytest.fixture(scope="module")
-def section(root: Path) -> str:
-    """The text below the heading that names families."""
-    return (root / "README.md").read_text(encoding="utf-8").split("## Targets and families", 1)[1].split("\n## ", 1)[0]
+def page(root: Path) -> str:
+    return (root / "export" / "FAMILIES.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def rows(section: str) -> list[list[str]]:
+def rows(page: str) -> list[list[str]]:
     """Cells of the table of families, its head first and without the line below it."""
-    lines = re.search(r"^\| family \|.*?(?=\n\n)", section, re.M | re.S)
-    assert lines, "README.md has no table that begins with | family |"
+    lines = re.search(r"^\| family \|.*?(?=\n\n)", page, re.M | re.S)
+    assert lines, "export/FAMILIES.md has no table that begins with | family |"
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[0].splitlines()]
     return [cells[0], *cells[2:]]
 
@@ -77,18 +76,18 @@ def test_models_that_embed_are_refused_where_the_table_says_no(rows, target):
         for_encoder(Request(), TARGETS[target], max_positions=512)
 
 
-def test_the_precisions_are_those_of_the_targets(section):
-    said = " ".join(section.split()).split("Precisions: ", 1)[1].split(". ", 1)[0]
-    found = {name: set(re.findall(r"\w+\d+", part)) for part in said.split("; ") for name in names(part)}
-    assert found == {name: set(target.precisions) for name, target in TARGETS.items()}
+def test_the_precisions_are_those_of_the_targets(page):
+    text = " ".join(page.split()).split("Precisions: ", 1)[1].split(". ", 1)[0]
+    listed = {name: set(re.findall(r"\w+\d+", part)) for part in text.split("; ") for name in names(part)}
+    assert listed == {name: set(target.precisions) for name, target in TARGETS.items()}
 
 
 def heads_of(size: int) -> Geometry:
     return uniform("llama", 1, 64, 64, 1, 1, size, 64, 64, False, (0,))
 
 
-def test_the_sizes_of_heads_that_it_names_are_those_that_are_refused(section):
-    words = " ".join(section.split())
+def test_the_sizes_of_heads_on_the_page_are_those_that_are_refused(page):
+    words = " ".join(page.split())
     assert "Heads of 8, 16, 24 ... values" in words and "(OpenLLaMA 3B has 100)" in words
     for size in (8, 16, 24):
         check_head_sizes(heads_of(size))

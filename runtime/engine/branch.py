@@ -1,8 +1,8 @@
-"""A request inside the engine, and the sequences of tokens that grow from it, each in a row of the cache."""
+"""A request inside the engine, and its branches: token sequences that grow from its prompt, each in a cache row."""
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -26,34 +26,32 @@ from llmc.runtime.sessions.adapters import Adapter
 SINK_TOKENS = 4
 
 _KEYS, _NUMBERS = itertools.count(), itertools.count()
-_S = TypeVar("_S", bound="Sequence")
+_S = TypeVar("_S", bound="Branch")
 
 
-class Sequence(Slot, ABC):
-    """A sequence of a request; ``key`` names it to drafters, ``reused`` counts tokens that the prefix cache put into
-    its row, and ``speculates`` says whether it may :meth:`propose` drafts. ``states`` is the last copy of its row's
-    states, behind the number of tokens that lead to them. ``long`` says whether its row is computed with the factors
-    that ropes have in long texts, and ``switched`` whether it was not at first."""
+class Branch(Slot, ABC):
+    """One of the token sequences that grow from a request's prompt, mostly in a row of the cache."""
 
     context: list[int]
-    speculates = False
+    speculates = False  # whether it may propose drafts
     is_fed = True  # whether its context is fed before it decodes
 
-    def __init__(self, group: "SequenceGroup[Any]", context: list[int]) -> None:
+    def __init__(self, group: "BranchGroup[Any]", context: list[int]) -> None:
         super().__init__(context, images=group.request.request.images)
-        self.key = next(_KEYS)
+        self.key = next(_KEYS)  # its name for drafters
         self.group = group
-        self.reused = 0
-        self.states: tuple[int, NDArray[np.float32] | None] = (0, None)
-        self.long = self.switched = False
+        self.reused = 0  # tokens that the prefix cache put into its row
+        self.states: tuple[int, NDArray[np.float32] | None] = (0, None)  # last copy of the row's, after so many tokens
+        self.long = False  # whether ropes have the factors of long texts
+        self.switched = False  # whether it became long while it ran
 
     @property
     def request(self) -> "RequestState":
         return self.group.request
 
     @property
-    def names(self) -> List[int]:
-        """Its context as cached prefixes are named: by the contents of images."""
+    def names(self) -> Sequence[int]:
+        """Its context as the prefix cache knows it: image tokens are named by the contents of images."""
         return self.context if self.images is None else self.images.name_tokens(self.context)
 
     @property
@@ -83,10 +81,10 @@ class Sequence(Slot, ABC):
         return self.group.wants_prompt and self.cached < len(self.request.prompt) and not self.switched
 
     @property
-    def prefix_names(self) -> tuple[str | None, str]:
-        """The scope, and what else the keys and values of its tokens depend on."""
-        scope, adapter = self.request.prefix_names
-        return scope, f"{adapter} long" if self.long else adapter
+    def prefix_names(self) -> list[str]:
+        """Names of all that its cached keys and values depend on, beside tokens."""
+        adapter, *scope = self.request.prefix_names
+        return [f"{adapter} long" if self.long else adapter, *scope]
 
     def slide(self, keep: int) -> int:
         """Leave out the middle of the context and keep ``keep`` tokens, to be fed anew; the number left out."""
@@ -114,32 +112,31 @@ class Sequence(Slot, ABC):
 
 @dataclass
 class SamplerOutput(Generic[_S]):
-    """One sequence's part of a step: tokens of a sample, logits [V] for a search, or an error."""
+    """One branch's part of a step: tokens of a sample, logits [V] for a search, or an error."""
 
-    sequence: _S
+    branch: _S
     choices: list[Choice] = field(default_factory=list)
     logits: Logits | None = None
     error: BaseException | None = None
 
     @property
     def tokens(self) -> int:
-        """Of those that were fed, the last token and drafts, how many stay."""
-        return max(1, len(self.choices)) if self.sequence.window is None else 0
+        """Number of fed tokens (last token and drafts) that were accepted."""
+        return max(1, len(self.choices)) if self.branch.window is None else 0
 
 
-class SequenceGroup(ABC, Generic[_S]):
-    """All ``sequences`` of one request that hold a row: samples side by side, or the branches of a search; the first
-    one waits for ``width`` rows."""
+class BranchGroup(ABC, Generic[_S]):
+    """The ``branches`` of one request that hold a row: samples side by side, or the beams of a search."""
 
-    width = 1
+    width = 1  # rows that the first branch waits for
 
     def __init__(self, request: "RequestState") -> None:
         self.request = request
-        self.sequences: list[_S] = []
+        self.branches: list[_S] = []
 
     @property
     def promised(self) -> int:
-        """Rows that it will fork into, beside those that it holds."""
+        """Rows that it will still fork into."""
         return 0
 
     @property
@@ -153,36 +150,32 @@ class SequenceGroup(ABC, Generic[_S]):
         return self.request.params.prompt_logprobs is not None
 
     @abstractmethod
-    def sequence(self, index: int) -> _S:
-        """A new sequence, of the prompt alone."""
+    def branch(self, index: int) -> _S:
+        """A new branch that holds the prompt."""
 
     @abstractmethod
-    def begin(self, scheduler: Any, sequence: _S, logits: Logits | None) -> bool:
-        """Go on from the logits [V] after the whole context, or None for a fork of the same prompt; True at the end."""
+    def begin(self, scheduler: Any, branch: _S, logits: Logits | None) -> bool:
+        """Go on from the logits [V] after the whole context, None for a fork of the prompt. True: the request ends."""
 
     @abstractmethod
-    def step(self, scheduler: Any, outputs: List[SamplerOutput[_S]]) -> bool:
-        """Take in what a step gave the group's sequences; True at the end."""
+    def step(self, scheduler: Any, outputs: Sequence[SamplerOutput[_S]]) -> bool:
+        """Take in the outputs of a step. True: the request ends."""
 
     @abstractmethod
     def outputs(self) -> list[Output]:
-        """The finished outputs, the best first where they are ranked."""
+        """The finished outputs; ranked ones best first."""
 
 
 class RequestState:
-    """A request on its way: as it came, with ``params`` whose seed is filled in, and the ``prompt`` after truncation.
+    """A request in the engine: as it came, its ``params`` with a seed, and the ``prompt`` after truncation."""
 
-    ``place`` is in the queue, ``prefix_names`` are the scope and the adapter of its prefixes, ``comparing`` true while
-    its finished samples are compared.
-    """
-
-    group: SequenceGroup[Any]
+    group: BranchGroup[Any]
 
     def __init__(
         self,
         request: Request,
         params: SamplingParams,
-        prompt: List[int],
+        prompt: Sequence[int],
         collector: OutputCollector,
         timeline: RequestTimeline,
         adapter: Adapter | None = None,
@@ -194,11 +187,12 @@ class RequestState:
         self.collector = collector
         self.timeline = timeline
         self.adapter = adapter
-        self.prefix_names = request.prefix_scope, "" if adapter is None else adapter.info.sha256
+        scope = [] if request.prefix_scope is None else [request.prefix_scope]
+        self.prefix_names = ["" if adapter is None else adapter.info.sha256, *scope]
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.truncated_tokens = 0
-        self.place: tuple[int, int] = (0, 0)
-        self.comparing = False
+        self.place: tuple[int, int] = (0, 0)  # in the queue
+        self.comparing = False  # True while its finished samples are compared
 
     @property
     def deadline(self) -> float:
@@ -238,7 +232,7 @@ class RequestState:
                 raise ProcessorError(f"on_delta raised {text_of(error)}") from error
         self.collector.put(delta)
 
-    def result(self, outputs: List[Output]) -> GenerationResult:
+    def result(self, outputs: Sequence[Output]) -> GenerationResult:
         metrics = self.timeline.metrics()
         if self.params.num_beams > 1:
             completion = sum(len(output.token_ids) for output in outputs)

@@ -1,0 +1,124 @@
+"""Contract 1: inputs and outputs of a decoder's graph, and of an encoder's. ``export/README.md`` says what they mean.
+
+Export names them, lowerings add some, and whatever runs a graph feeds the inputs that the graph asks for.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmc.bundle.manifest import HIDDEN
+from llmc.bundle.model.cache import Cache
+from llmc.bundle.model.geometry import Geometry
+
+Feeds = Mapping[str, Any]
+Tensor = tuple[str, tuple[str | int, ...]]  # type and shape, with names of axes whose sizes are a call's
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of a graph.
+
+    Attributes:
+        shape: names of its axes; the sizes of ``axes`` and ``width`` are the model's, others the call's.
+        when: whether the exported graph of a model has it.
+        plain: what a call feeds that brings nothing for it, from what the call brings and the shape: an array, a range
+            or a number, to be broadcast. None where every call brings it.
+    """
+
+    name: str
+    type: str
+    shape: tuple[str, ...]
+    when: Callable[[Geometry], bool]
+    plain: Callable[[Feeds, Sequence[int]], Any] | None = None
+
+    def size(self, own: Sequence[Any], feeds: Feeds, attended: int = 0) -> tuple[int, ...]:
+        """Shape in a call over a cache of ``attended`` positions; ``own`` is the graph's, with the model's sizes."""
+        if self.name in feeds:
+            return tuple(feeds[self.name].shape)
+        rows, tokens = feeds["input_ids"].shape
+        sizes = {"batch": rows, "sequence": tokens, "rows": 1, "attended": attended}
+        return tuple(it if isinstance(it, int) else sizes[axis] for it, axis in zip(own, self.shape, strict=True))
+
+    def fill(self, array: Any, feeds: Feeds) -> None:
+        """Write into ``array`` what a call brings for this input, or what a plain call has."""
+        array[:] = feeds[self.name] if self.plain is None or self.name in feeds else self.plain(feeds, array.shape)
+
+    def cut(self, array: Any, rows: slice, tokens: slice) -> Any:
+        """The part of a call's ``array`` for some rows and tokens."""
+        parts = {"batch": rows, "sequence": tokens}
+        return array[tuple(parts.get(axis, slice(None)) for axis in self.shape)]
+
+
+def _generates(geometry: Geometry) -> bool:
+    return geometry.encoder is None
+
+
+def _takes_rows(geometry: Geometry) -> bool:
+    return geometry.vision is not None or geometry.head is not None
+
+
+def _has_axes(geometry: Geometry) -> bool:
+    return geometry.vision is not None and geometry.vision.axes > 0
+
+
+def _never(_: Geometry) -> bool:
+    return False  # a lowering adds it, or a cut
+
+
+def _tokens(feeds: Feeds, _: Sequence[int]) -> Any:
+    return feeds["input_ids"].shape[1]
+
+
+def _ends(feeds: Feeds, _: Sequence[int]) -> Any:
+    return feeds["past_lengths"] + feeds.get("new_lengths", feeds["input_ids"].shape[1])
+
+
+def _places(feeds: Feeds, _: Sequence[int]) -> Any:
+    return feeds["past_lengths"][:, None] + range(feeds["input_ids"].shape[1])
+
+
+_TEXT, _ROW = ("batch", "sequence"), ("batch",)
+INPUTS = {
+    it.name: it
+    for it in (
+        Input("input_ids", "int64", _TEXT, lambda _: True),
+        Input("past_lengths", "int64", _ROW, _generates),
+        Input("logit_indices", "int64", ("batch", "outputs"), _generates),
+        Input("lengths", "int64", _ROW, lambda it: it.encoder is not None, _tokens),
+        Input("new_lengths", "int64", _ROW, lambda it: it.has_states, _tokens),
+        Input("embedding_indices", "int64", _TEXT, _takes_rows, lambda *_: -1),
+        Input("embeddings", "float32", ("rows", "width"), _takes_rows, lambda *_: 0),
+        Input("positions", "int64", ("axes", *_TEXT), _has_axes, _places),
+        Input("seen_lengths", "int64", _ROW, lambda it: it.diffusion is not None, _ends),
+        Input("text_lengths", "int64", _ROW, lambda it: it.long_after > 0, _ends),
+        Input("hidden", "float32", (*_TEXT, "width"), _never, lambda *_: 0),  # of a stage, as hidden.{first layer}
+        Input("cache_slots", "int64", ("attended",), _never, lambda _, shape: range(shape[0])),
+    )
+}
+BROUGHT = tuple(it for it in INPUTS.values() if it.plain is None)
+
+
+def list_inputs(geometry: Geometry) -> dict[str, Tensor]:
+    """Inputs of a model's exported graph by name, in their order."""
+    numbers = {"axes": geometry.vision.axes if geometry.vision else 0, "width": geometry.row_width}
+    asked = [it for it in INPUTS.values() if it.when(geometry)]
+    found = [(it.name, (it.type, tuple([numbers.get(axis, axis) for axis in it.shape]))) for it in asked]
+    pasts = [(name, _describe(cache)) for cache in geometry.caches for name in cache.inputs]
+    return dict([*found[: len(BROUGHT)], *pasts, *found[len(BROUGHT) :]])
+
+
+def list_outputs(geometry: Geometry) -> dict[str, Tensor]:
+    """Outputs of a model's exported graph by name, in their order."""
+    if (end := geometry.encoder) is not None:
+        return {end.result: ("float32", ("batch", end.width) if end.result == "embeddings" else ("batch",))}
+    caches = {name: _describe(cache) for cache in geometry.caches for name in cache.outputs}
+    found: dict[str, Tensor] = {"logits": ("float32", ("batch", "outputs", geometry.vocab_size)), **caches}
+    own = geometry.head and {HIDDEN: ("float32", ("batch", "outputs", geometry.head.own_width))}
+    return {**found, **(own or {})}
+
+
+def _describe(cache: Cache) -> Tensor:
+    if cache.kind == "state":
+        return "float32", ("batch", *cache.shape)
+    return "float32", ("batch", cache.shape[0], "capacity", cache.shape[1])

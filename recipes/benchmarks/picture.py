@@ -1,0 +1,110 @@
+"""Draw speed beside quality from the JSON file of peers.py, as an SVG that is readable on light and dark pages.
+
+    python picture.py peers.json -o speed_and_quality.svg --columns "prefill 512" "decode after 512"
+
+Each panel has one column of speed against the KL of its phase: further right is faster, further up is closer to the
+unquantized model.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+WIDTH, HEIGHT, LETTER = 420, 300, 7.2  # a panel, and the width of a letter of 13 pixels, in pixels
+LEFT, RIGHT, TOP, BOTTOM = 64, 24, 40, 48  # margins around the axes
+Box = tuple[float, float, float, float]  # left, right, top, bottom
+STYLE = """
+  text { font: 13px system-ui, sans-serif; fill: #24292f } .name { text-anchor: middle }
+  .axis { stroke: #8c959f } .grid { stroke: #d0d7de; stroke-dasharray: 2 3 }
+  .small { font-size: 11px; fill: #57606a } .llmc { fill: #0969da } .peer { fill: #bc4c00 }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6edf3 } .axis { stroke: #6e7681 } .grid { stroke: #30363d }
+    .small { fill: #9198a1 } .llmc { fill: #58a6ff } .peer { fill: #f0883e }
+  }
+"""
+
+
+def read_points(rows: Sequence[dict[str, Any]], column: str) -> list[tuple[str, str, float, float]]:
+    """Class, name, median tokens per second and mean KL of each system that was timed and judged."""
+    phase = column.split()[0]
+    points = []
+    for row in rows:
+        speeds = [figures[column] for figures in row["rounds"] if column in figures]
+        if speeds and phase in row["quality"]:
+            kind = "llmc" if row["entry"]["runner"] == "llmc" else "peer"
+            points.append((kind, row["entry"]["name"], statistics.median(speeds), row["quality"][phase]["mean_kl"]))
+    if not points:
+        raise ValueError(f"no system has both a KL and {column!r}")
+    return points
+
+
+def ticks(largest: float) -> Iterator[float]:
+    """Four or five round numbers from 0 to at least ``largest``."""
+    step = 10.0 ** math.floor(math.log10(largest / 4))
+    step = next(step * factor for factor in (1, 2, 2.5, 5, 10) if step * factor * 5 >= largest * 1.05)
+    return (step * number for number in range(math.ceil(largest * 1.05 / step) + 1))
+
+
+def overlap(one: Box, other: Box) -> bool:
+    return one[0] < other[1] and other[0] < one[1] and one[2] < other[3] and other[2] < one[3]
+
+
+def panel(rows: Sequence[dict[str, Any]], column: str, left: int) -> Iterator[str]:
+    """One column of speed beside quality, ``left`` pixels from the picture's edge. KL is smallest at the top."""
+    points = read_points(rows, column)
+    speeds, kls = list(ticks(max(p[2] for p in points))), list(ticks(max(p[3] for p in points)))
+    right, bottom = left + WIDTH - RIGHT, HEIGHT - BOTTOM
+
+    def x(speed: float) -> float:
+        return left + LEFT + speed / speeds[-1] * (right - left - LEFT)
+
+    def y(kl: float) -> float:
+        return TOP + kl / kls[-1] * (bottom - TOP)
+
+    yield f'<text x="{left + LEFT}" y="{TOP - 18}">{escape(column)}; best: top right</text>'
+    for speed in speeds:
+        yield f'<line class="grid" x1="{x(speed):.1f}" y1="{TOP}" x2="{x(speed):.1f}" y2="{bottom}"/>'
+        yield f'<text class="small" x="{x(speed):.1f}" y="{bottom + 16}" text-anchor="middle">{speed:g}</text>'
+    for kl in kls:
+        yield f'<line class="grid" x1="{left + LEFT}" y1="{y(kl):.1f}" x2="{right}" y2="{y(kl):.1f}"/>'
+        yield f'<text class="small" x="{left + LEFT - 6}" y="{y(kl) + 4:.1f}" text-anchor="end">{kl:.3g}</text>'
+    yield f'<path class="axis" fill="none" d="M{left + LEFT} {TOP}V{bottom}H{right}"/>'
+    yield f'<text class="small" x="{right}" y="{bottom + 34}" text-anchor="end">tokens per second</text>'
+    yield f'<text class="small" x="{left + LEFT - 6}" y="{TOP - 8}" text-anchor="end">KL, nats</text>'
+    dots = [(x(speed), y(kl)) for _, _, speed, kl in points]
+    taken = [(cx - 5, cx + 5, cy - 5, cy + 5) for cx, cy in dots]
+    for (kind, name, _, _), (cx, cy) in zip(points, dots, strict=True):
+        half = LETTER * len(name) / 2
+        middles = [(cx + half + 9, cy), (cx - half - 9, cy), *((cx, cy + by) for by in (18, -18, 34, -34))]
+        boxes = [(mx - half, mx + half, my - 7, my + 7) for mx, my in middles]
+        inside = [b for b in boxes if b[0] > left + LEFT and b[1] <= right and b[2] >= TOP and b[3] < bottom]
+        box = next((b for b in inside if not any(overlap(b, other) for other in taken)), boxes[0])
+        taken.append(box)
+        yield f'<circle class="{kind}" cx="{cx:.1f}" cy="{cy:.1f}" r="5"/>'
+        yield f'<text class="{kind} name" x="{box[0] + half:.1f}" y="{box[2] + 11:.1f}">{escape(name)}</text>'
+
+
+def draw(document: dict[str, Any], columns: Sequence[str]) -> str:
+    """The whole picture. Raises ValueError: a column that no judged system was timed in."""
+    parts = [part for place, column in enumerate(columns) for part in panel(document["rows"], column, WIDTH * place)]
+    title = f"Speed beside quality, {document['machine']['cpu']}, {document['date'][:10]}"
+    start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH * len(columns)} {HEIGHT}" role="img">'
+    return "\n".join([start, f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", *parts, "</svg>", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("figures", type=Path, help="JSON file of peers.py")
+    parser.add_argument("-o", "--output", type=Path, default=Path("speed_and_quality.svg"))
+    parser.add_argument("--columns", nargs="+", default=["prefill 512", "decode after 512"], help="columns of speed")
+    args = parser.parse_args()
+    args.output.write_text(draw(json.loads(args.figures.read_text("utf-8")), args.columns), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
