@@ -22,15 +22,8 @@ from llmc.exported import read_weights, rows_of
 
 
 class StreamedDecoder:
-    """The decoder of an export folder. Weights are read when needed, as float32.
-
-    Args:
-        folder: an export; reads its ``config.json``, and the weights from the files that its graph names.
-        device: the torch device that runs the parts.
-
-    Raises:
-        CheckpointError: the folder's config or weights are missing or broken.
-    """
+    """The decoder of the export in ``folder``, by its ``config.json``, on a torch device. Weights are read when needed,
+    as float32, from the files that the graph names. Raises CheckpointError: config or weights are missing or broken."""
 
     def __init__(self, folder: Path, device: str = "cpu") -> None:
         path = folder / bundle.CONFIG_FILE

@@ -1,5 +1,6 @@
 """Reads the towers that models of several families have."""
 
+from collections.abc import Mapping
 from math import isqrt
 
 from llmc.bundle.model.norm import NormKind
@@ -18,6 +19,14 @@ SIGLIP = (
     ("mlp.fc2", "mlp.down_proj"),
     ("post_layernorm", "norm"),
 )
+
+
+def name_projector(names: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Renamings of a tower and its projector, as transformers writes them and as they are published."""
+    tower = [(f"vision_tower{inner}", "vision") for inner in ("", ".vision_model")]
+    projector = [(f"multi_modal_projector.{name}", f"vision.{own}") for name, own in names.items()]
+    return tuple((f"{outer}{name}", own) for outer in ("", "model.") for name, own in (*tower, *projector))
+
 
 # transformers' defaults of a siglip_vision_model; the others are those of Idefics3 below.
 DEFAULTS = {"hidden_size": 768, "num_attention_heads": 12, "patch_size": 16}
