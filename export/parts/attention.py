@@ -70,14 +70,11 @@ class AttentionConfig(Attention, Part):
         if self.source is not None:
             return found[:1]
         found += [("v_norm", self.head_dim)] if self.value_norm else []
-        return found + [(name, width) for name, width in self._latents if width]
+        latents = ("q_a_norm", self.query_latent), ("kv_a_norm", self.latent)
+        return found + [(name, width) for name, width in latents if width]
 
     def _count_rotated(self, site: Site) -> int:
         return 0 if self.rope is None else site.ropes[self.rope].dim
-
-    @property
-    def _latents(self) -> tuple[tuple[str, int], ...]:
-        return ("q_a_norm", self.query_latent), ("kv_a_norm", self.latent)
 
     def list_shapes(self, hidden: int) -> Shapes:
         scales = zip("qk", self.widths, strict=True) if self.qk_scales else ()

@@ -163,11 +163,8 @@ def _read_naflex(outer: Keys, keys: Keys, tower: TowerConfig) -> Vision:
 def _read_patching(keys: Keys, tower: PatchTowerConfig) -> Vision:
     """Defaults are those of transformers; older files have bounds of pixels by their own names."""
     _check_steps(keys, QWEN_KINDS)
-    for name, value in (
-        ("patch_size", tower.patch),
-        ("temporal_patch_size", tower.frames),
-        ("merge_size", tower.merged),
-    ):
+    sizes = {"patch_size": tower.patch, "temporal_patch_size": tower.frames, "merge_size": tower.merged}
+    for name, value in sizes.items():
         if (found := keys.integer(name, value)) != value:
             raise keys.error(name, found, f"{value}, as in the vision_config")
     size = keys.inside("size") if keys.raw("size") is not None else Keys({}, keys.where)
