@@ -48,7 +48,7 @@ def printable(text: str) -> str:
 
 
 class LlmcError(Exception):
-    """Base of all errors that llmc raises on purpose.
+    """Base of all errors of llmc.
 
     Attributes:
         problem: what was found, and what was expected. It does not name the path.
@@ -119,7 +119,7 @@ class DeadlineError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """As many requests wait as may wait; come back later."""
+    """The queue is full; try again later."""
 
 
 class EngineClosedError(RequestError):
@@ -127,15 +127,15 @@ class EngineClosedError(RequestError):
 
 
 class ContextError(RequestError):
-    """The prompt, with the tokens that are asked for, is longer than the context."""
+    """The prompt and the requested tokens are longer than the context."""
 
 
 class ProcessorError(RequestError):
-    """A function that came with the request raised, or returned something that is no logits."""
+    """A function that came with the request raised an error, or returned something other than logits."""
 
 
 class GrammarError(RequestError):
-    """A grammar cannot be compiled, or leaves no token to choose; ``parameter`` is what it came in."""
+    """A grammar cannot be compiled, or leaves no token to choose; ``parameter`` names its argument."""
 
     names_parameter = True
 
@@ -144,11 +144,11 @@ class GrammarError(RequestError):
 
 
 class NonFiniteError(RequestError):
-    """The model computed NaN or infinite values: the bundle or the machine is at fault, and not what was asked."""
+    """The model computed NaN or infinite values: a fault of the bundle or the machine, not of the request."""
 
 
 class DraftError(RequestError):
-    """A drafter has another tokenizer than the model that it drafts for, or reads other hidden states than it gives."""
+    """A drafter has another tokenizer than the model, or reads hidden states that the bundle does not output."""
 
 
 class ResourceError(LlmcError):
@@ -198,7 +198,7 @@ class _Short(reprlib.Repr):
         return repr(value) if digits <= 40 else f"an integer of about {digits} digits"
 
     def repr_instance(self, value: object, level: int) -> str:
-        """Of any other class; it may be anybody's, and fail."""
+        """Any other object; its repr may raise."""
         text = repr(value)
         return text if len(text) <= self.maxother else f"{text[: self.maxother]}..."
 

@@ -18,14 +18,15 @@ TYPES = {name: name for name in ("default", "linear", "dynamic", "llama3", "yarn
 
 @dataclass(frozen=True)
 class RopeRules:
-    """How a family's config describes ropes."""
+    """The form in which a family's config describes ropes."""
 
     theta: float = DEFAULT_THETA  # default base
-    partial: float | None = None  # default of ``partial_rotary_factor``; None if whole heads are always rotated
+    partial: float | None = None  # default of ``partial_rotary_factor``; None if the family always rotates whole heads
     interleaved: bool = False  # see :class:`Rope`
-    # Meaning of each rope type that the family knows, one of :data:`TYPES` or ``ntk_alpha``.
+    # meaning of each rope type that the family knows, of :data:`TYPES`, or ``ntk_alpha``
     types: Mapping[str, str] = field(default_factory=TYPES.copy)
-    local: tuple[str, float] | None = None  # key and default of the base of windowed layers, which scaling spares
+    # key and default of the base of the windowed layers' rope, to which scaling does not apply
+    local: tuple[str, float] | None = None
     own: tuple[str, ...] = ()  # keys of the rope that the family reads itself
 
 

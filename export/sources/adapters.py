@@ -45,7 +45,7 @@ _SETTLED = (
     "loftq_config", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "modules_to_save",
     "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
 )
-# What adds something else than B @ A; empty or false in most files.
+# Keys that add something other than B @ A; empty or false in most files.
 _OTHER_METHODS = (
     "alora_invocation_tokens", "kasa_config", "layer_replication", "lora_bias", "monteclora_config",
     "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",

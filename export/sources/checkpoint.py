@@ -44,14 +44,14 @@ _COMPUTED = ("rotary_emb.inv_freq", "self_attn.bias", "self_attn.masked_bias")
 class Checkpoint:
     """A checked checkpoint."""
 
-    folder: Path
+    folder: Path  # its files lie there
     config: DecoderConfig
     generation: bundle.Generation
     tensors: dict[str, Weight]  # exactly the decoder's, by parameter name
-    files: tuple[Path, ...]  # whose weights are used in place, to be linked
+    files: tuple[Path, ...]  # files whose weights are used in place, to be linked
     source: bundle.Source
     notes: tuple[str, ...]
-    # Contents of config and tokenizer files that differ from those in ``folder``, by file name.
+    # contents of config and tokenizer files by name, where they differ from those in ``folder``
     texts: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -29,15 +29,18 @@ MXFP4_BLOCK = 32
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """A matrix W [N, K] as integers; functions make its other parts."""
+    """A matrix W [N, K]."""
 
     codes: StoredTensor | MadeTensor  # [N, K] of type I4 or I8
     block: int  # columns that share a scale; a divisor of K
-    scales: Callable[[], NDArray[np.float32]]  # [N, K / block]
-    zero_points: Callable[[], NDArray[np.int8]] | None = None  # [N, K / block]; None if all are zero
-    offsets: Callable[[], NDArray[np.float32]] | None = None  # [N, K / block]; None if all are zero
-    order: NDArray[np.int32] | None = None  # [K] if columns are permuted: column k of W is column order[k] of ``codes``
-    stacked: int = 0  # number of experts whose matrices lie one below the other, 0 for none
+    scales: Callable[[], NDArray[np.float32]]  # computes float32 [N, K / block]
+    # computes int8 [N, K / block]; None if all are zero
+    zero_points: Callable[[], NDArray[np.int8]] | None = None
+    # computes float32 [N, K / block]; None if all are zero
+    offsets: Callable[[], NDArray[np.float32]] | None = None
+    # int32 [K] if columns are permuted: column k of W is column order[k] of ``codes``; else None
+    order: NDArray[np.int32] | None = None
+    stacked: int = 0  # number of experts whose matrices are stacked; 0 for any other matrix
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,11 +72,13 @@ class QuantizedTensor:
 
 @dataclass(frozen=True)
 class Mxfp4Tensor:
-    """The matrices W [E, N, K] of all experts in MXFP4: floats of 4 bits, of which 32 share a power of two. Source: OCP
-    Microscaling Formats (MX) 1.0."""
+    """The matrices W [E, N, K] of all experts in MXFP4: floats of 4 bits, of which 32 share a power of two.
+
+    Source: OCP Microscaling Formats (MX) 1.0.
+    """
 
     codes: StoredTensor | MadeTensor  # uint8 [E, N, K / 2], E2M1, the first of two in the low half
-    scales: StoredTensor | MadeTensor  # uint8 [E, N, K / 32], exponents plus 127
+    scales: StoredTensor | MadeTensor  # uint8 [E, N, K / 32], exponents with 127 added
     dtype = "U8"
     kind = Codes(4, MXFP4_BLOCK, zero_points=False, kind="mxfp4")
 
@@ -82,17 +87,18 @@ class Mxfp4Tensor:
         return (*self.codes.shape[:2], 2 * self.codes.shape[2])
 
     def parts(self) -> dict[str, StoredTensor | MadeTensor]:
-        """As of a :class:`QuantizedTensor`."""
+        """The stored tensors, as in :class:`QuantizedTensor`."""
         return {"": self.codes, ".scales": self.scales}
 
 
 @dataclass(frozen=True, eq=False)
 class GgmlTensor:
-    """A matrix W [N, K] in GGML's blocks, which stay in the GGUF file."""
+    """A matrix W [N, K] in GGML's blocks, which stay where they lie in GGUF files."""
 
-    stored: tuple[StoredTensor, ...]  # one or two matrices of one type and width, the second below the first
-    rows: NDArray[np.int32] | None = None  # [N], places of W's rows in ``stored``; None if all are in order
-    columns: NDArray[np.int32] | None = None  # [K], places of W's columns; None if they are in order
+    stored: tuple[StoredTensor, ...]  # one or two matrices of one type and one width, the second below the first
+    # int32 [N], indices of W's rows in ``stored``; None if they are all of its rows in order
+    rows: NDArray[np.int32] | None = None
+    columns: NDArray[np.int32] | None = None  # int32 [K], indices of W's columns; None if they are in order
     stacked: int = 0  # as in :class:`QuantizedTensor`
 
     @property
@@ -110,7 +116,7 @@ class GgmlTensor:
         return LAYOUTS[self.dtype].kind
 
     def parts(self) -> dict[str, StoredTensor | MadeTensor]:
-        """As of a :class:`QuantizedTensor`; bytes have the name of their block type as ``dtype``."""
+        """The stored tensors, as in :class:`QuantizedTensor`; the ``dtype`` of bytes is their block type."""
         found: dict[str, StoredTensor | MadeTensor] = {}
         for part, stored in zip(("", ".second"), self.stored, strict=False):
             found[part] = replace(stored, shape=(stored.shape[0], stored.length // stored.shape[0]))

@@ -37,9 +37,9 @@ def array_type(dtype: str) -> np.dtype[Any]:
 class MadeTensor:
     """A tensor that is computed piece by piece while the export is written."""
 
-    dtype: str  # one of :data:`ARRAY_TYPES`
+    dtype: str  # as :class:`StoredTensor` says it, one of :data:`ARRAY_TYPES`
     shape: tuple[int, ...]  # of the whole tensor
-    pieces: Callable[[], Iterator[NDArray[Any]]]  # yields consecutive pieces of its rows
+    pieces: Callable[[], Iterator[NDArray[Any]]]  # yields consecutive pieces of its rows, in that type
 
     @property
     def nbytes(self) -> int:

@@ -38,13 +38,13 @@ class Grid:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a checkpoint stores weights."""
+    """The form in which a checkpoint stores weights."""
 
     method: str  # one of :data:`METHODS`
     grids: tuple[Grid, ...]  # each quantized linear has one of them
     ignored: tuple[str, ...] = ()  # modules that the config names as not quantized
-    zero_offset: int = 0  # is added to stored zero points: the original GPTQ stores them minus one
-    # Rows and columns that share a scale of fp8; (0, 0) if a row or the whole matrix does.
+    zero_offset: int = 0  # number to add to stored zero points: the original GPTQ stores them minus one
+    # rows and columns that share a scale of fp8; (0, 0) if a row or the whole matrix does
     block: tuple[int, int] = (0, 0)
 
 

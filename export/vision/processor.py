@@ -14,7 +14,7 @@ KINDS = tuple(f"{family}ImageProcessor{form}" for family in ("SmolVLM", "Idefics
 # Pillow's numbers.
 FILTERS: tuple[Filter, ...] = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 IMAGE, FAKE, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
-# Of Idefics3's processor and those that follow it.
+# Idefics3's processor and those like it.
 MARKERS = Markers(
     image=IMAGE,
     tile=(f"{FAKE}<row_{{row}}_col_{{column}}>",),
@@ -23,10 +23,10 @@ MARKERS = Markers(
     single=(f"{FAKE}{WHOLE}",),
     after=(FAKE,),
 )
-# Of Qwen's, in whose templates the marks stand themselves.
+# Qwen's processors, whose templates contain the marks.
 QWEN_KINDS = tuple(f"Qwen2VLImageProcessor{form}" for form in FORMS)
 QWEN_MARKERS = Markers("<|image_pad|>", ("",), ("",), ("",), ("",), ("",))
-# Of LFM2-VL's.
+# LFM2-VL's processor.
 NAFLEX_KINDS = tuple(f"Lfm2VlImageProcessor{form}" for form in FORMS)
 NAFLEX_MARKERS = Markers(
     image=IMAGE,
@@ -38,7 +38,7 @@ NAFLEX_MARKERS = Markers(
     after=("<|image_end|>",),
 )
 UNREAD = ("crop_size", "default_to_square", "device", "disable_grouping", "max_num_patches", "return_tensors", "size")
-# Of Gemma 3's.
+# Gemma 3's processor.
 SOFT_KINDS = tuple(f"Gemma3ImageProcessor{form}" for form in FORMS)
 PANS = ("pan_and_scan_max_num_crops", "pan_and_scan_min_crop_size", "pan_and_scan_min_ratio_to_activate")
 SOFT_MARKERS = Markers(

@@ -38,7 +38,7 @@ class GgufModel:
     generation: dict[str, Any]  # contents of its ``generation_config.json``
     texts: dict[str, str]  # contents of the other files that an export needs, by file name
     tensors: dict[str, Weight]  # by the names of the decoder's parameters
-    files: tuple[Path, ...]  # all of them; the export uses tensors in place
+    files: tuple[Path, ...]  # all files; the export uses tensors in place
     notes: tuple[str, ...]  # sentences about what was changed
 
 

@@ -27,12 +27,12 @@ _DEEPSEEK3 = (
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How a text is cut before merges."""
+    """Patterns in their order."""
 
-    patterns: tuple[str, ...]  # in their order
+    patterns: tuple[str, ...]
     whole_words: bool = False  # a word that is a token stays whole, whatever merges would make of it
-    begins: bool = False  # a text begins with the token for beginnings unless the file says otherwise
-    composed: bool = False  # letters and accents are first composed (Unicode's NFC)
+    begins: bool = False  # a text begins with the BOS token unless the file says otherwise
+    composed: bool = False  # letters and accents are first composed, Unicode's form NFC
 
 
 _OF_GPT2 = PreTokenizer((_GPT2,))

@@ -131,7 +131,7 @@ _OF_VALUE_HEADS = dict.fromkeys(("attn_qkv", "attn_gate", "ssm_conv1d", "ssm_out
 _OF_VALUE_HEADS |= dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"), False)
 # Vectors that may be stored in two dimensions.
 _VECTORS = ("mamba.A_log", "mamba.D", "mamba.norm.weight")
-# What the config says, too.
+# Tensors that repeat the config.
 _CONSUMED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 
