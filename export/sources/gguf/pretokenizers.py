@@ -1,7 +1,7 @@
-"""The pre-tokenizers that GGUF files name: they cut a text into words, inside of which byte-pair encoding merges.
+"""The pre-tokenizers that GGUF files name: they split a text into words before byte-pair encoding.
 
-Each is a list of patterns, every one of which cuts what the ones before it left; they are those of the original
-``tokenizer.json`` files. Names are those that llama.cpp's converter writes as ``tokenizer.ggml.pre``.
+Each is a list of patterns; every pattern splits the pieces that the earlier ones left. The patterns are those of the
+original ``tokenizer.json`` files, the names those that llama.cpp's converter writes as ``tokenizer.ggml.pre``.
 Source: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp
 """
 
@@ -30,9 +30,9 @@ class PreTokenizer:
     """Patterns in their order.
 
     Attributes:
-        whole_words: a word that is a token stays whole, whatever merges would make of it.
-        begins: a text begins with the token for beginnings where the file does not say otherwise.
-        composed: letters and accents are first composed, Unicode's form NFC.
+        whole_words: True if a word that is a token is never split, whatever the merges.
+        begins: True if a text begins with the beginning-of-text token by default.
+        composed: True if letters and accents are first composed (Unicode NFC).
     """
 
     patterns: tuple[str, ...]
