@@ -1,4 +1,4 @@
-"""``llmc doctor``: this machine, and each target on it."""
+"""``llmc doctor``: report on this machine, and on each target."""
 
 from __future__ import annotations
 
