@@ -55,10 +55,10 @@ def work_folder(target: Path) -> Iterator[Path]:
         UsageError: the folder cannot be written.
         ResourceError: the disk is full.
     """
-    place = Path(os.path.realpath(target))  # for a link: beside its target
-    _recover(place)
-    created = [parent for parent in place.parents if not parent.exists()]
-    folder, lock = place.parent / f".{place.name}.{secrets.token_hex(8)}.work", None
+    target_path = Path(os.path.realpath(target))  # for a link: beside its target
+    _recover(target_path)
+    created = [parent for parent in target_path.parents if not parent.exists()]
+    folder, lock = target_path.parent / f".{target_path.name}.{secrets.token_hex(8)}.work", None
     try:
         with _translate_errors(target):
             folder.mkdir(parents=True)
@@ -67,7 +67,7 @@ def work_folder(target: Path) -> Iterator[Path]:
             (folder / NEW).mkdir()  # last: other processes remove no work folder without it
         yield folder / NEW
     finally:
-        _leave(folder, place, lock)
+        _leave(folder, target_path, lock)
         with suppress(OSError):
             for parent in created:  # stops at the first one that is not empty
                 parent.rmdir()
@@ -84,8 +84,8 @@ def stage_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
         UsageError: the target exists and ``force`` is false, or is not a folder of llmc's, or cannot be written.
         ResourceError: the disk is full.
     """
-    place = Path(os.path.realpath(target))
-    _recover(place)
+    target_path = Path(os.path.realpath(target))
+    _recover(target_path)
     refuse_to_overwrite(target, force)
     with work_folder(target) as staging:
         try:
@@ -97,7 +97,7 @@ def stage_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
         with _translate_errors(target):
             sync_all(staging)
             refuse_to_overwrite(target, force)  # it may have appeared meanwhile
-            _swap(staging, place, target)
+            _swap(staging, target_path, target)
 
 
 @contextmanager
@@ -195,16 +195,16 @@ def lock_file(descriptor: int, *, shared: bool = False) -> bool | None:
         return None
 
 
-def _recover(place: Path) -> None:
-    """Remove leftovers of killed processes beside ``place``; put back a folder that one of them had set aside."""
-    names = re.compile(re.escape(f".{place.name}.") + r"[0-9a-f]{16}\.work")
+def _recover(target_path: Path) -> None:
+    """Remove leftovers of killed processes beside ``target_path``; put back a folder that one of them had set aside."""
+    names = re.compile(re.escape(f".{target_path.name}.") + r"[0-9a-f]{16}\.work")
     with suppress(OSError):  # the parent is missing or cannot be read
-        for folder in place.parent.iterdir():
+        for folder in target_path.parent.iterdir():
             if names.fullmatch(folder.name):
-                _clear(folder, place)
+                _clear(folder, target_path)
 
 
-def _clear(folder: Path, place: Path) -> None:
+def _clear(folder: Path, target_path: Path) -> None:
     """Remove a work folder, unless it is locked, or about to be, or holds other files."""
     with suppress(OSError):
         if folder.is_symlink() or not {LOCK} < set(os.listdir(folder)) <= {LOCK, NEW, OLD}:
@@ -212,30 +212,30 @@ def _clear(folder: Path, place: Path) -> None:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
         try:
             if lock_file(lock):
-                _remove(folder, place)
+                _remove(folder, target_path)
         finally:
             os.close(lock)
 
 
-def _leave(folder: Path, place: Path, lock: int | None) -> None:
+def _leave(folder: Path, target_path: Path, lock: int | None) -> None:
     """Remove our own work folder and release its lock, even if interrupted once."""
     try:
         with suppress(OSError):
             try:
-                _remove(folder, place)
+                _remove(folder, target_path)
             except KeyboardInterrupt:
-                _remove(folder, place)
+                _remove(folder, target_path)
                 raise
     finally:
         if lock is not None:
             os.close(lock)
 
 
-def _remove(folder: Path, place: Path) -> None:
+def _remove(folder: Path, target_path: Path) -> None:
     """Remove a work folder; first put back the folder it set aside, if the new one was never published."""
     new, old = folder / NEW, folder / OLD
-    if new.exists() and old.exists() and not place.exists():
-        old.rename(place)
+    if new.exists() and old.exists() and not target_path.exists():
+        old.rename(target_path)
     for left in (new, old):
         if left.exists():
             shutil.rmtree(left)
@@ -258,14 +258,14 @@ def sync_all(folder: Path) -> None:
         sync(path)
 
 
-def _swap(staging: Path, place: Path, target: Path) -> None:
+def _swap(staging: Path, target_path: Path, target: Path) -> None:
     """Set an existing target aside, and rename ``staging`` to the target."""
     try:
-        if place.exists():
-            place.rename(staging.with_name(OLD))
-        staging.rename(place)
+        if target_path.exists():
+            target_path.rename(staging.with_name(OLD))
+        staging.rename(target_path)
     except OSError as error:
         if error.errno not in OVERTAKEN:
             raise
         raise UsageError("output", f"{target} was written by another process at the same time", "run again") from error
-    sync(place.parent)
+    sync(target_path.parent)

@@ -132,8 +132,8 @@ def decode(kind: Any, data: Any, where: str = "") -> Any:
 
 
 # Path of a value, innermost name first; only formatted for errors.
-_Place = tuple[Any, ...]
-_Decoder = Callable[[Any, _Place], Any]
+_Location = tuple[Any, ...]
+_Decoder = Callable[[Any, _Location], Any]
 
 
 @cache
@@ -148,7 +148,7 @@ def _decoder(kind: Any) -> _Decoder:
         return _container(origin, _decoder(arguments[0 if origin is tuple else 1]))
     if origin in (types.UnionType, typing.Union):  # ``Annotated | None`` makes the latter
         inner = _decoder(arguments[0])
-        return lambda data, place: None if data is None else inner(data, place)
+        return lambda data, location: None if data is None else inner(data, location)
     if kind is float:
         return _finite
     if kind is str:
@@ -160,38 +160,38 @@ def _object(kind: type) -> _Decoder:
     hints = typing.get_type_hints(kind, include_extras=True)
     readers = {field.name: _decoder(hints[field.name]) for field in fields(kind)}
 
-    def read(data: Any, place: _Place) -> Any:
+    def read(data: Any, location: _Location) -> Any:
         if not isinstance(data, dict):
-            raise BundleError(f"{_format_place(place) or kind.__name__} is {data!r:.60}, expected an object")
+            raise BundleError(f"{_format_location(location) or kind.__name__} is {data!r:.60}, expected an object")
         for problem, keys in (("unknown", data.keys() - readers), ("missing", readers.keys() - data)):
             if keys:
-                raise BundleError(f"{problem} field {_format_place((f'.{ascii(min(keys))[1:-1]:.60}', place))}")
-        return kind(**{name: read_field(data[name], (f".{name}", place)) for name, read_field in readers.items()})
+                raise BundleError(f"{problem} field {_format_location((f'.{ascii(min(keys))[1:-1]:.60}', location))}")
+        return kind(**{name: read_field(data[name], (f".{name}", location)) for name, read_field in readers.items()})
 
     return read
 
 
 def _container(kind: type, read_item: _Decoder) -> _Decoder:
-    def read_tuple(data: Any, place: _Place) -> Any:
+    def read_tuple(data: Any, location: _Location) -> Any:
         if type(data) is not list:
-            raise _other(data, place, "tuple")
-        return tuple([read_item(item, (i, place)) for i, item in enumerate(data)])
+            raise _other(data, location, "tuple")
+        return tuple([read_item(item, (i, location)) for i, item in enumerate(data)])
 
-    def read_dict(data: Any, place: _Place) -> Any:
+    def read_dict(data: Any, location: _Location) -> Any:
         if type(data) is not dict:
-            raise _other(data, place, "dict")
-        return {_text(key, place): read_item(item, (f".{key}", place)) for key, item in data.items()}
+            raise _other(data, location, "dict")
+        return {_text(key, location): read_item(item, (f".{key}", location)) for key, item in data.items()}
 
     return read_tuple if kind is tuple else read_dict
 
 
 def _make_bounded(values: range, read_inner: _Decoder) -> _Decoder:
-    def read(data: Any, place: _Place) -> Any:
+    def read(data: Any, location: _Location) -> Any:
         number = data if type(data) is int else len(data) if type(data) in (list, dict) else None
         if number is not None and number not in values:
             what = "" if number is data else " items"
-            raise _other(number, place, f"{values.start} ... {values.stop - 1}", what)
-        return read_inner(data, place)
+            raise _other(number, location, f"{values.start} ... {values.stop - 1}", what)
+        return read_inner(data, location)
 
     return read
 
@@ -199,38 +199,38 @@ def _make_bounded(values: range, read_inner: _Decoder) -> _Decoder:
 def _scalar(kind: Any, choices: tuple[Any, ...]) -> _Decoder:
     expected = f"one of {', '.join(choices)}" if choices else getattr(kind, "__name__", kind)
 
-    def read(data: Any, place: _Place) -> Any:
+    def read(data: Any, location: _Location) -> Any:
         if type(data) is not kind and not (choices and type(data) is str and data in choices):
-            raise _other(data, place, expected)
+            raise _other(data, location, expected)
         return data
 
     return read
 
 
-def _finite(data: Any, place: _Place) -> float:
+def _finite(data: Any, location: _Location) -> float:
     if type(data) not in (int, float):
-        raise _other(data, place, "float")
+        raise _other(data, location, "float")
     if not abs(data) <= sys.float_info.max:  # also refuses NaN, and integers too large for a float
-        raise _other(data, place, "a finite number")
+        raise _other(data, location, "a finite number")
     return float(data)
 
 
-def _text(data: Any, place: _Place) -> str:
+def _text(data: Any, location: _Location) -> str:
     if type(data) is not str:
-        raise _other(data, place, "str")
+        raise _other(data, location, "str")
     if not data.isprintable() and (wrong := _CONTROLS.search(data)):
-        raise BundleError(f"{_format_place(place)} is {data!a:.60}, expected text without U+{ord(wrong[0]):04X}")
+        raise BundleError(f"{_format_location(location)} is {data!a:.60}, expected text without U+{ord(wrong[0]):04X}")
     return data
 
 
-def _other(value: Any, place: _Place, expected: str, what: str = "") -> BundleError:
-    return BundleError(f"{_format_place(place) or 'value'} is {value!r:.60}{what}, expected {expected}")
+def _other(value: Any, location: _Location, expected: str, what: str = "") -> BundleError:
+    return BundleError(f"{_format_location(location) or 'value'} is {value!r:.60}{what}, expected {expected}")
 
 
-def _format_place(place: _Place) -> str:
+def _format_location(location: _Location) -> str:
     names = []
-    while place:
-        name, place = place[0], place[1] if len(place) > 1 else ()
+    while location:
+        name, location = location[0], location[1] if len(location) > 1 else ()
         names.append(f"[{name}]" if isinstance(name, int) else name)
     return "".join(reversed(names)).lstrip(".")
 

@@ -283,8 +283,8 @@ class Conversation:
             click.echo("no answer yet", err=True)
             return
         click.echo(describe(self._last), err=True)
-        held, room = self._last.usage.total_tokens, self._model.engine.max_context
-        click.echo(f"context: {held} of {room} tokens; messages: {len(self.messages)}", err=True)
+        used, room = self._last.usage.total_tokens, self._model.engine.max_context
+        click.echo(f"context: {used} of {room} tokens; messages: {len(self.messages)}", err=True)
         counted = self._model.engine.metrics.snapshot()
         cached = f"{counted.prefix_hit_tokens} of {counted.prompt_tokens} tokens of prompts were cached"
         click.echo(f"all answers: {counted.output_tokens} tokens; {cached}", err=True)

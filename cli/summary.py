@@ -109,8 +109,8 @@ def _of_bundle(path: Path) -> Summary:
     if manifest.device is not None:
         positions = round_up(manifest.engine, context)
         device = Memory(positions, 1, manifest.device.parts(positions, 1))
-    found = manifest.geometry, manifest.source, files, disk_bytes(files), weights, memory, manifest, manifest.notes
-    return Summary("bundle", path, *found, device, tuple(stages) if manifest.stage.before else ())
+    parts = manifest.geometry, manifest.source, files, disk_bytes(files), weights, memory, manifest, manifest.notes
+    return Summary("bundle", path, *parts, device, tuple(stages) if manifest.stage.before else ())
 
 
 def disk_bytes(files: Mapping[str, int]) -> dict[str, int]:

@@ -71,7 +71,7 @@ class Checkpoint:
     @property
     def made_bytes(self) -> int:
         """Bytes of the weights that an export converts and copies; all others are used in place."""
-        return sum(it.nbytes for it in flatten_tensors(self.tensors).values() if isinstance(it, MadeTensor))
+        return sum(tensor.nbytes for tensor in flatten_tensors(self.tensors).values() if isinstance(tensor, MadeTensor))
 
 
 def with_codes(geometry: bundle.Geometry, tensors: Mapping[str, Weight]) -> bundle.Geometry:

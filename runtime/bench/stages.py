@@ -62,11 +62,11 @@ class Ahead:
     on_gpu: bool
 
 
-def hold(plans: list[MemoryEstimate], found: Memories, on_gpu: bool) -> Ahead:
+def hold(plans: list[MemoryEstimate], memories: Memories, on_gpu: bool) -> Ahead:
     """Compare plans with the memory; the last two are combined if CPU and GPU share it."""
-    if found.unified:
+    if memories.unified:
         plans = [*plans[:-2], in_one_memory(*plans[-2:])]
-    return Ahead(tuple(found.stage(plan) for plan in plans), found, on_gpu)
+    return Ahead(tuple(memories.stage(plan) for plan in plans), memories, on_gpu)
 
 
 def export_plan(geometry: Geometry, tokenizer_bytes: int, copied: int = 0) -> MemoryEstimate:

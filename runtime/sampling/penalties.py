@@ -78,18 +78,18 @@ class TokenCounts(Follower):
 
     def extend(self, tokens: Sequence[int], start: int) -> None:
         for token in tokens[start:]:
-            place = self._places.get(token)
-            if place is None:
-                place = self._add(token)
-            self._counts[place] += 1
+            index = self._places.get(token)
+            if index is None:
+                index = self._add(token)
+            self._counts[index] += 1
 
     def _add(self, token: int) -> int:
-        place = self._places[token] = len(self._places)
-        if place == self._tokens.size:
+        index = self._places[token] = len(self._places)
+        if index == self._tokens.size:
             self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        self._tokens[place] = token
-        return place
+        self._tokens[index] = token
+        return index
 
 
 class RepetitionPenalty:

@@ -111,10 +111,10 @@ class Sampler:
             candidates = cut(candidates, position)
         if candidates.rest is not None:
             raise UndecidedError
-        place = pick(weigh(candidates.logits), uniform(seed, position, 0))
+        index = pick(weigh(candidates.logits), uniform(seed, position, 0))
         if self._mirostat is not None:
-            self._mirostat.observe(place)
-        return int(candidates.tokens[place])
+            self._mirostat.observe(index)
+        return int(candidates.tokens[index])
 
     def _process(self, logits: Logits, tokens: Sequence[int]) -> Logits:
         current = logits.copy() if self._processors else logits

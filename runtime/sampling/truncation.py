@@ -151,8 +151,8 @@ def _find_edge(keys: Logits, weights: Logits, mass: float, missing: float, pivot
             keys, weights, mass, missing = keys.compress(is_large), large, mass - small_mass, missing - small_mass
         pivot = float(keys.mean())
     order = np.argsort(keys)
-    place = int(weights[order].cumsum(dtype=np.float64).searchsorted(missing, side="right"))
-    edge: np.float32 = keys[order[min(place, order.size - 1)]]
+    position = int(weights[order].cumsum(dtype=np.float64).searchsorted(missing, side="right"))
+    edge: np.float32 = keys[order[min(position, order.size - 1)]]
     return edge
 
 

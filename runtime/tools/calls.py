@@ -104,14 +104,14 @@ def _tool(tool: Any, where: str) -> Tool:
         expected = f"expected letters, digits, _, - and ., at most {LONGEST_NAME}"
         raise UsageError(where, f"has the name {format_value(name)}, {expected}")
     parameters = function.get("parameters")
-    place = f"{where}.parameters" if function is tool else f"{where}.function.parameters"
+    path = f"{where}.parameters" if function is tool else f"{where}.function.parameters"
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise UsageError(place, f"is {format_value(parameters)}, expected a JSON schema, which is a mapping")
+        raise UsageError(path, f"is {format_value(parameters)}, expected a JSON schema, which is a mapping")
     if parameters and parameters.get("type") not in (None, "object"):
-        raise UsageError(place, f"has the type {format_value(parameters['type'])}, expected 'object'")
+        raise UsageError(path, f"has the type {format_value(parameters['type'])}, expected 'object'")
     if name in CHOICES:
         raise UsageError(where, f"is called {name}, a value of tool_choice ({', '.join(CHOICES)})", "rename it")
-    return Tool(name, parameters, function.get("strict") is True, place)
+    return Tool(name, parameters, function.get("strict") is True, path)
 
 
 def choose_tools(tools: Sequence[Tool], choice: str) -> tuple[Tool, ...]:

@@ -134,9 +134,9 @@ class _Rules:
                 raise GrammarError(
                     "tools", f"refers in {where} to {format_value(name)}, which the schema does not define"
                 )
-            place = len(self._written)
+            index = len(self._written)
             self._references[name] = self._rule("")
-            self._written[place] += self._value(meant, where, depth + 1)
+            self._written[index] += self._value(meant, where, depth + 1)
         return self._references[name]
 
     def _union(self, union: str, schema: Mapping[str, Any], where: str, depth: int) -> str:

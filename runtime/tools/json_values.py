@@ -41,12 +41,12 @@ def stream_text(source: Source, *ends: str) -> Reading[bool]:
     yield Arguments('"')
     while True:
         rest = source.rest
-        matches = [(place, len(end)) for end in ends if (place := rest.find(end)) >= 0]
+        matches = [(start, len(end)) for end in ends if (start := rest.find(end)) >= 0]
         kept = 0 if source.ended else max(overlap(rest, end) for end in ends)
-        place, length = min(matches, default=(len(rest) - kept, 0))
-        if place:
-            yield Arguments(json.dumps(rest[:place], ensure_ascii=False)[1:-1])
-        source.at += place + length
+        start, length = min(matches, default=(len(rest) - kept, 0))
+        if start:
+            yield Arguments(json.dumps(rest[:start], ensure_ascii=False)[1:-1])
+        source.at += start + length
         if matches:
             yield Arguments('"')
             return True

@@ -98,9 +98,9 @@ def _rules(index: int, tool: Tool) -> list[str]:
     """Rules for a call's parameters, in order, with commas between those present."""
     parameters = list(parameters_of(tool))
     rules = []
-    for place, parameter in enumerate(parameters):
-        name = f"{index}_{place}"
-        first, more = f"first_{index}_{place + 1}", f"more_{index}_{place + 1}"
+    for position, parameter in enumerate(parameters):
+        name = f"{index}_{position}"
+        first, more = f"first_{index}_{position + 1}", f"more_{index}_{position + 1}"
         rules.append(f"item_{name}: {literal(f'{parameter.name}=')} {value_of(parameter.schema)}")
         skipped = "" if parameter.required else f" | {first}"
         rules.append(f"first_{name}: item_{name} {more}{skipped}")

@@ -56,10 +56,10 @@ class XmlCalls(CallFormat):
 
     def _rules(self, index: int, tool: Tool) -> list[str]:
         parts, rules = [], []
-        for place, parameter in enumerate(parameters_of(tool, _NAME)):
-            rules.append(f"value_{index}_{place}: {self._value(tool, parameter)}")
+        for position, parameter in enumerate(parameters_of(tool, _NAME)):
+            rules.append(f"value_{index}_{position}: {self._value(tool, parameter)}")
             head = literal(f"<parameter={parameter.name}>{self.pad}")
-            part = f"{head} value_{index}_{place} {literal(chr(10))}"
+            part = f"{head} value_{index}_{position} {literal(chr(10))}"
             parts.append(part if parameter.required else f"({part})?")
         head = literal(f"<function={tool.name}>\n")
         return [f"call_{index}: {head} {' '.join(parts)} {literal('</function>')}", *rules]
