@@ -48,7 +48,7 @@ def printable(text: str) -> str:
 
 
 class LlmcError(Exception):
-    """Base of all errors that llmc raises on purpose.
+    """Base of all errors of llmc.
 
     Attributes:
         problem: what was found, and what was expected, without the path.
@@ -127,15 +127,15 @@ class EngineClosedError(RequestError):
 
 
 class ContextError(RequestError):
-    """The prompt, with the requested tokens, is longer than the context."""
+    """The prompt and the requested tokens are longer than the context."""
 
 
 class ProcessorError(RequestError):
-    """A function of the request raised, or returned something other than logits."""
+    """A function that came with the request raised an error, or returned something other than logits."""
 
 
 class GrammarError(RequestError):
-    """A grammar cannot be compiled, or allows no token; ``parameter`` is the parameter that holds it."""
+    """A grammar cannot be compiled, or leaves no token to choose; ``parameter`` names its argument."""
 
     names_parameter = True
 
@@ -144,11 +144,11 @@ class GrammarError(RequestError):
 
 
 class NonFiniteError(RequestError):
-    """The model computed NaN or infinite values: the bundle or the machine is at fault, not the request."""
+    """The model computed NaN or infinite values: a fault of the bundle or the machine, not of the request."""
 
 
 class DraftError(RequestError):
-    """A drafter has another tokenizer than its model, or reads hidden states that the model does not output."""
+    """A drafter has another tokenizer than the model, or reads hidden states that the bundle does not output."""
 
 
 class ResourceError(LlmcError):

@@ -40,13 +40,9 @@ CodedRows = tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.int8] | None
 
 class CodedTensor(ABC):
     """A matrix W [N, K] that an export stores as integers, with scales per block of columns:
-    W = (codes - zero_points) * scales + offsets.
+    W = (codes - zero_points) * scales + offsets."""
 
-    Attributes:
-        order: int32 [K], or None: column k of W is column order[k] of the codes.
-    """
-
-    order: ir.ExternalTensor | None = None
+    order: ir.ExternalTensor | None = None  # int32 [K], or None: column k of W is column order[k] of the codes
 
     @property
     @abstractmethod
@@ -78,19 +74,12 @@ class CodedTensor(ABC):
 
 @dataclass(frozen=True)
 class DequantizedTensor(CodedTensor):
-    """A matrix of integers whose parts are separate tensors, as DequantizeLinear reads them.
+    """A matrix of integers whose parts are separate tensors, as DequantizeLinear reads them."""
 
-    Attributes:
-        codes: int4 or int8 [N, K].
-        scales: float32 [N, K / block].
-        zero_points: as the codes, [N, K / block], or None.
-        offsets: float32 [N, K / block, 1], or None.
-    """
-
-    codes: ir.ExternalTensor
-    scales: ir.ExternalTensor
-    zero_points: ir.ExternalTensor | None = None
-    offsets: ir.ExternalTensor | None = None
+    codes: ir.ExternalTensor  # int4 or int8 [N, K]
+    scales: ir.ExternalTensor  # float32 [N, K / block]
+    zero_points: ir.ExternalTensor | None = None  # as the codes, [N, K / block], or None
+    offsets: ir.ExternalTensor | None = None  # float32 [N, K / block, 1], or None
     order: ir.ExternalTensor | None = None
 
     @property
@@ -115,20 +104,14 @@ class DequantizedTensor(CodedTensor):
 
 @dataclass(frozen=True)
 class GgmlTensor(CodedTensor):
-    """A matrix in GGML's blocks, stored in GGUF files.
+    """A matrix in GGML's blocks, stored in GGUF files."""
 
-    Attributes:
-        block_type: one of :data:`llmc.ggml.LAYOUTS`.
-        packed: uint8 [n, bytes], rows of blocks.
-        second: further rows of the same length, or None.
-        rows: int32 [N], stored positions of the matrix's rows; None if they are in order.
-        columns: int32 [K], stored positions of its columns, moved in whole blocks; None if they are in order.
-    """
-
-    block_type: str
-    packed: ir.ExternalTensor
-    second: ir.ExternalTensor | None = None
+    block_type: str  # one of :data:`llmc.ggml.LAYOUTS`
+    packed: ir.ExternalTensor  # uint8 [n, bytes], rows of blocks
+    second: ir.ExternalTensor | None = None  # further rows of the same length, or None
+    # int32 [N], stored positions of the matrix's rows; None if they are in order
     rows: ir.ExternalTensor | None = None
+    # int32 [K], the places of its columns, whole blocks side by side; None where they are in order
     columns: ir.ExternalTensor | None = None
 
     @property
@@ -211,15 +194,10 @@ MOST_EXPONENT = 252
 
 @dataclass(frozen=True)
 class Mxfp4Stack:
-    """Matrices [E, N, K] that an export stores in MXFP4.
+    """Matrices [E, N, K] that an export stores in MXFP4."""
 
-    Attributes:
-        codes: uint8 [E, N, K / 2], E2M1, the first of two in the low half.
-        scales: uint8 [E, N, K / 32], exponents of two plus 127.
-    """
-
-    codes: ir.ExternalTensor
-    scales: ir.ExternalTensor
+    codes: ir.ExternalTensor  # uint8 [E, N, K / 2], E2M1, the first of two in the low half
+    scales: ir.ExternalTensor  # uint8 [E, N, K / 32], exponents of two plus 127
 
     def read(self, tensor: ir.ExternalTensor, start: int = 0, stop: int | None = None) -> NDArray[np.uint8]:
         """The codes or scales of matrices ``start`` to ``stop``; CheckpointError for scales that are not finite."""

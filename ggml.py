@@ -42,17 +42,12 @@ class Bits:
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """The numbers of a block: ``values[bits]``, times the float16 at byte ``half``.
+    """The numbers of a block: ``values[bits]``, times the float16 at byte ``half``."""
 
-    Attributes:
-        bits: fields that together form an index of ``values``; empty if the float16 is the only number.
-        values: int8 or float32, by index.
-        half: None if nothing multiplies the values.
-    """
-
+    # fields that make up an index of ``values`` together; none where the float16 is the only number
     bits: tuple[Bits, ...]
-    values: Array
-    half: int | None = None
+    values: Array  # int8 or float32, by index
+    half: int | None = None  # None where nothing multiplies the values
 
     def index(self, blocks: Bytes) -> Bytes:
         """Blocks uint8 [R, bytes] -> the indices of their numbers, uint8 [R, n]."""
@@ -71,23 +66,14 @@ class Numbers:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """A block type.
+    """A block type."""
 
-    Attributes:
-        size: bytes of a block.
-        bits: of a code in a bundle, 4 or 8.
-        codes: int8, one per weight.
-        scales: float32, one per ``block`` weights.
-        minima: float32, as many as scales; None if all are zero.
-        middle: subtracted from unsigned codes, so that an offset is a minimum plus ``middle`` scales.
-    """
-
-    size: int
-    bits: int
-    codes: Numbers
-    scales: Numbers
-    minima: Numbers | None = None
-    middle: int = 0
+    size: int  # bytes of a block
+    bits: int  # of a code in a bundle, 4 or 8
+    codes: Numbers  # int8, one per weight
+    scales: Numbers  # float32, one per ``block`` weights
+    minima: Numbers | None = None  # float32, as many as scales; None if all are zero
+    middle: int = 0  # subtracted from unsigned codes, so that an offset is a minimum plus ``middle`` scales
 
     @property
     def weights(self) -> int:

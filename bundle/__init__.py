@@ -14,7 +14,6 @@ from llmc.bundle.adapters import check_name as check_name
 from llmc.bundle.adapters import list_adapters as list_adapters
 from llmc.bundle.adapters import read_adapter_manifest as read_adapter_manifest
 from llmc.bundle.adapters import write_adapter_manifest as write_adapter_manifest
-from llmc.bundle.engine import DeviceMemory as DeviceMemory
 from llmc.bundle.engine import EngineConfig as EngineConfig
 from llmc.bundle.engine import Profile as Profile
 from llmc.bundle.engine import version as version
@@ -66,7 +65,6 @@ from llmc.bundle.manifest import Graph as Graph
 from llmc.bundle.manifest import Invariance as Invariance
 from llmc.bundle.manifest import Limits as Limits
 from llmc.bundle.manifest import Manifest as Manifest
-from llmc.bundle.manifest import MemoryPlan as MemoryPlan
 from llmc.bundle.manifest import MergedAdapter as MergedAdapter
 from llmc.bundle.manifest import PhaseQuality as PhaseQuality
 from llmc.bundle.manifest import Quality as Quality
@@ -76,6 +74,8 @@ from llmc.bundle.manifest import Source as Source
 from llmc.bundle.manifest import Stage as Stage
 from llmc.bundle.manifest import Target as Target
 from llmc.bundle.manifest import write_manifest as write_manifest
+from llmc.bundle.memory import MemoryPlan as MemoryPlan
+from llmc.bundle.memory import Part as Part
 from llmc.bundle.model.geometry import Geometry as Geometry
 from llmc.bundle.reading import build_command as build_command
 from llmc.bundle.reading import explain_absent as explain_absent

@@ -27,38 +27,6 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class DeviceMemory:
-    """Bytes that a bundle takes on its GPU; on a Jetson they are the machine's own.
-
-    Attributes:
-        context: what driver and libraries take themselves, estimated from experience.
-        weights: of the engine or the graphs.
-        workspace: activations of the largest call, and recorded steps of TensorRT.
-        cache_per_token: keys and values, per row and position.
-        logits: of one row, with what ranks them.
-    """
-
-    context: Bytes
-    weights: Bytes
-    workspace: Bytes
-    cache_per_token: Bytes
-    logits: Bytes
-
-    def parts(self, positions: int, batch: int = 1) -> dict[str, int]:
-        """Bytes by what they are for, with room for ``positions`` in each of ``batch`` rows."""
-        return {
-            "context": self.context,
-            "weights": self.weights,
-            "workspace": self.workspace,
-            "cache": self.cache_per_token * positions * batch,
-            "logits": self.logits * batch,
-        }
-
-    def total(self, positions: int, batch: int = 1) -> int:
-        return sum(self.parts(positions, batch).values())
-
-
-@dataclass(frozen=True)
 class EngineConfig:
     """A serialized TensorRT engine: which machine it is for, and which calls it takes.
 

@@ -1,16 +1,17 @@
 """The schema of what llmc writes: ``export.json`` of an export, ``llmc.json`` of a bundle."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from llmc.bundle.engine import Bytes, DeviceMemory, EngineConfig, Rows
+from llmc.bundle.engine import Bytes, EngineConfig, Rows
+from llmc.bundle.memory import MemoryPlan
 from llmc.bundle.model.cache import Cache
 from llmc.bundle.model.geometry import Geometry
 from llmc.bundle.model.ranges import Index, Positions
 
-SCHEMA_VERSION = 19
+SCHEMA_VERSION = 20
 GRAPH_CONTRACT_VERSION = 6
 EXPORT_MANIFEST = "export.json"
 BUNDLE_MANIFEST = "llmc.json"
@@ -331,74 +332,6 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
-    """Resident bytes at the peak of loading and running, pages of mapped files included.
-
-    Attributes:
-        engine: interpreter, libraries, and the structures of the opened graphs.
-        tokenizer: the vocabulary and its merges, as the tokenizers library holds them.
-        weights: of all graphs, as the engine's kernels read them.
-        experts: of all graphs' mixtures, the same.
-        mapped_experts: that kernels read in the mapped file: resident from their first use until memory is short.
-        embedding: its table in each form that a graph has, of which a page is read when a token asks for its row.
-        tower: of images: weights, activations of a tile, an image while it is decoded, and rows that are kept.
-        workspace: activations of the largest call.
-        workspace_per_token: attention's scores of that call and the rotary tables, per cached position.
-        cache_per_token: keys and values, per row and cached position, of layers that attend to all.
-        state: of one row, whatever its length.
-        window_per_token: the same of layers with a window, as far as ``window_positions``, which a row holds of them.
-        logits: of one row, with what sampling makes of them.
-        adapters: the graph for adapters, and the factors of as many as may be loaded.
-        adapters_per_row: copies of the factors of a row's adapter.
-        per_layer_table: a table whose rows are read from a mapped file, no part of the sum.
-    """
-
-    engine: Bytes
-    tokenizer: Bytes
-    logits: Bytes
-    weights: Bytes = 0
-    experts: Bytes = 0
-    mapped_experts: Bytes = 0
-    embedding: Bytes = 0
-    workspace: Bytes = 0
-    workspace_per_token: Bytes = 0
-    cache_per_token: Bytes = 0
-    state: Bytes = 0
-    window_per_token: Bytes = 0
-    window_positions: Bytes = 0
-    per_layer_table: Bytes = 0
-    adapters: Bytes = 0
-    adapters_per_row: Bytes = 0
-    tower: Bytes = 0
-
-    def add_stage(self, other: "MemoryPlan") -> "MemoryPlan":
-        """This with the weights and caches of another stage in the same process."""
-        parts = ("weights", "experts", "mapped_experts", "embedding", "cache_per_token", "state", "window_per_token")
-        return replace(self, **{part: getattr(self, part) + getattr(other, part) for part in parts})
-
-    def parts(self, positions: int, batch: int = 1) -> dict[str, int]:
-        """Bytes by what they are for, with room for ``positions`` cached tokens in each of ``batch`` rows."""
-        windows = min(positions, self.window_positions)
-        return {
-            "engine": self.engine,
-            "tokenizer": self.tokenizer,
-            "weights": self.weights,
-            **({"experts": self.experts} if self.experts else {}),
-            **({"mapped experts": self.mapped_experts} if self.mapped_experts else {}),
-            "embedding": self.embedding,
-            **({"tower": self.tower} if self.tower else {}),
-            **({"states": batch * self.state} if self.state else {}),
-            "cache": batch * (self.cache_per_token * positions + self.window_per_token * windows),
-            "workspace": self.workspace + self.workspace_per_token * positions,
-            "logits": self.logits * batch,
-            **({"adapters": self.adapters + batch * self.adapters_per_row} if self.adapters else {}),
-        }
-
-    def total(self, positions: int, batch: int = 1) -> int:
-        return sum(self.parts(positions, batch).values())
-
-
-@dataclass(frozen=True)
 class GoldenPrompt:
     """One self-test case. Logits are those after the prompt, by the graph of prefill. ``margins`` are gaps between the
     first and second choice at each generated token (a tie may fall the other way elsewhere)."""
@@ -496,7 +429,7 @@ class Manifest:
     golden_spread: float
     files: Annotated[dict[str, FileEntry], range(1025)]
     engine: EngineConfig | None = None
-    device: DeviceMemory | None = None
+    device: MemoryPlan | None = None
     vectors: Annotated[tuple[GoldenVector, ...], range(17)] = ()
     similarity: Similarity | None = None
     adapter_graph: Graph | None = None

@@ -206,6 +206,7 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
     sound = {
         "stage": staged,
         "geometry": g.is_sound,
+        "memory": manifest.memory.is_sound and (manifest.device is None or manifest.device.is_sound),
         "limits": limits.prefill_chunk <= limits.max_context <= g.max_positions,
         "graphs": manifest.graphs.keys() == {"encode"}
         if g.encoder

@@ -18,6 +18,7 @@ from llmc.cli.options import (
     debug_option,
     force_option,
     json_option,
+    make_request,
     memory_option,
     new_path,
     precision_options,
@@ -25,22 +26,17 @@ from llmc.cli.options import (
     small_option,
     source_path,
     stages_option,
-    take_precision,
 )
 from llmc.cli.stopping import cleanly_stopped
-from llmc.errors import UsageError, require
+from llmc.errors import require
 from llmc.publish import refuse_to_overwrite, work_folder
 
 if TYPE_CHECKING:
-    from llmc.bundle import Geometry
     from llmc.optimize.build import BuildReport
-    from llmc.optimize.calibrate.request import CalibrationRequest
+    from llmc.optimize.recipe import BuildRequest
 
 # What --rebuild looks at.
 REBUILDING = ("source", "output", "rebuild", "force", "as_json", "debug")
-ENGINE = ("compute_capabilities", "deferred")
-CALIBRATION = ("calibration", "samples", "length", "no_calibration")
-ASKED = ("precision", "max_context", "max_batch", "adapters", "rank", "budget", "engine")  # of a recipe
 
 
 @click.command("build", short_help="Build a bundle from an export or a checkpoint, and verify it.")
@@ -53,7 +49,9 @@ ASKED = ("precision", "max_context", "max_batch", "adapters", "rank", "budget", 
 @click.option("--max-batch", type=int, help="Sequences at a time.  [default: 8]")
 @click.option("--adapters", type=int, help="LoRA adapters that may be loaded beside the model at a time.  [default: 0]")
 @click.option("--rank", type=int, help="Largest rank of theirs.  [default: 16]")
-@click.option("--head", type=source_path, help="Export of a draft head, which gets the hidden states that it reads.")
+@click.option(
+    "--head", "draft_head", type=source_path, help="Export of a draft head, which gets the hidden states that it reads."
+)
 @recipe_option
 @click.option(
     "--calibration",
@@ -94,27 +92,12 @@ def build_command(source: Path, output: Path | None, rebuild: bool, force: bool,
         return
     if output is None:
         raise click.UsageError("Missing option '-o' / '--output'.")
-    from llmc.bundle import Budget
     from llmc.optimize.build import build
-    from llmc.optimize.recipe import find_recipe
-    from llmc.optimize.recipe.engine import EngineRequest
 
-    limits = {name: choices.pop(name) for name in ("max_kl", "min_agreement", "max_perplexity_increase")}
-    precision = take_precision(choices)
-    engine = EngineRequest(**{name: choices.pop(name) for name in ENGINE})
-    calibration = calibration_request(**{name: choices.pop(name) for name in CALIBRATION})
     refuse_to_overwrite(output, force)
-    order = choices | {
-        "precision": precision,
-        "budget": Budget(**limits),
-        "recipe": find_recipe(choices["recipe"]),
-        "calibration": calibration,
-        "engine": engine,
-        "force": force,
-    }
-    with cleanly_stopped(), show.progress() as progress, open_export(source, output, order, progress) as export:
-        order["progress"] = progress
-        report = build(export, output, **order)
+    request = make_request(source, output=output, force=force, **choices)
+    with cleanly_stopped(), show.progress() as progress, open_export(request, progress) as export:
+        report = build(replace(request, source=export), progress)
     if as_json:
         show.print_json(report)
     else:
@@ -139,54 +122,23 @@ def rebuild_bundle(source: Path, output: Path | None, force: bool, as_json: bool
         print_report(report)
 
 
-def calibration_request(
-    calibration: Path | None, samples: int | None, length: int | None, no_calibration: bool
-) -> CalibrationRequest | None:
-    from llmc.optimize.calibrate.request import CalibrationRequest
-
-    def decoder(export: Path, device: str) -> Any:
-        from llmc.export.streaming import StreamedDecoder
-
-        return StreamedDecoder(export, device)
-
-    request = CalibrationRequest(decoder, calibration, samples, length)
-    if no_calibration and request.asked:
-        raise UsageError(request.asked, "is given beside --no-calibration", "leave one of them out")
-    return None if no_calibration else request
-
-
 @contextmanager
-def open_export(source: Path, output: Path, order: dict[str, Any], progress: show.Report) -> Iterator[Path]:
-    """``source`` if it is an export, else an export of it for as long as the block runs, near ``output``; made only for
-    an ``order`` that suits the model."""
+def open_export(request: BuildRequest, progress: show.Report) -> Iterator[Path]:
+    """The request's source if it is an export, else an export of it for as long as the block runs, near the output;
+    made only if the request suits the model."""
+    source = request.source
     if not is_checkpoint(source):
         refuse_bundle(source, "an export or a checkpoint")
         yield source
         return
     from llmc.cli.plan import check_export
     from llmc.export import export
-
-    if checked := check_export(source, memory=order["memory"]):
-        check_order(source, *checked, order)
-    with work_folder(output) as folder:
-        yield export(source, folder / source.resolve().name.removesuffix(".gguf"), progress=progress).output
-
-
-def check_order(source: Path, geometry: Geometry, tokenizer_bytes: int, order: dict[str, Any]) -> None:
-    """Refuse what a build of this model would refuse, before it is exported."""
     from llmc.optimize.build import check_memory
-    from llmc.optimize.recipe import Request, read_recipe, settle
-    from llmc.optimize.targets import capabilities_for
 
-    asked = Request(**{name: order[name] for name in ASKED})
-    calibration: CalibrationRequest | None = order["calibration"]
-    able = calibration is not None and calibration.is_possible
-    written = read_recipe(order["recipe"]) if order["recipe"] else Request()
-    asked = replace(asked, phases="shared" if order["small"] else None).over(written)
-    recipe, limits = settle(asked, geometry, capabilities_for(order["target"], asked.gpu_memory), "", able)
-    judged = order["text"] is not None or bool(recipe.budget)
-    how = {"target": order["target"], "judged": judged, "memory": order["memory"]}
-    check_memory(source, geometry, recipe, limits, tokenizer_bytes, calibration, **how)
+    if checked := check_export(source, memory=request.memory):
+        check_memory(request.filled(), *checked)
+    with work_folder(request.output) as folder:
+        yield export(source, folder / source.resolve().name.removesuffix(".gguf"), progress=progress).output
 
 
 def print_report(report: BuildReport) -> None:

@@ -5,16 +5,21 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from llmc.bundle import explain_absent, refuse_other
-from llmc.errors import BundleError
+from llmc.errors import BundleError, UsageError
+
+if TYPE_CHECKING:
+    from llmc.optimize.recipe import BuildRequest
 
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
+ENGINE = ("compute_capabilities", "deferred")
+LIMITS = ("max_kl", "min_agreement", "max_perplexity_increase")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -209,3 +214,33 @@ class SectionCommand(click.Command):
         if rare:
             formatter.write_paragraph()
             formatter.write_text(f"--help-all lists more: {'; '.join(rare)}.")
+
+
+def make_request(source: Path, *, small: bool, recipe: str | None, **choices: Any) -> "BuildRequest":
+    """The request that options of ``llmc build`` or ``llmc plan`` stand for."""
+    from llmc.bundle import Budget
+    from llmc.optimize.recipe import BuildRequest, find_recipe
+    from llmc.optimize.recipe.engine import EngineRequest
+
+    calibrates = not choices.pop("no_calibration", False)
+    limits, engine = take(choices, LIMITS), take(choices, ENGINE)
+    request = BuildRequest(
+        source,
+        precision=take_precision(choices),
+        phases="shared" if small else None,
+        budget=Budget(**limits) if limits else None,
+        engine=EngineRequest(**engine) if engine else None,
+        recipe=find_recipe(recipe),
+        decoder=open_decoder if calibrates else None,
+        **choices,
+    )
+    if not calibrates and (option := request.calibration_option):
+        raise UsageError(option, "is given beside --no-calibration", "leave one of them out")
+    return request
+
+
+def open_decoder(export: Path, device: str) -> Any:
+    """The unquantized decoder of an export; imports torch."""
+    from llmc.export.streaming import StreamedDecoder
+
+    return StreamedDecoder(export, device)

@@ -17,6 +17,7 @@ from llmc.cli.options import (
     SectionCommand,
     debug_option,
     json_option,
+    make_request,
     memory_option,
     precision_options,
     recipe_option,
@@ -24,7 +25,6 @@ from llmc.cli.options import (
     small_option,
     source_path,
     stages_option,
-    take_precision,
 )
 from llmc.errors import LlmcError, MissingExtraError, ResourceError, UsageError
 from llmc.origin import copy_own
@@ -68,9 +68,8 @@ def plan_command(path: Path, as_json: bool, **asked: Any) -> None:
     from llmc.cli.summary import summarize
     from llmc.runtime.bench.stages import refusal
 
-    precision = take_precision(asked)
     with _source(path) as (folder, geometry, copied):
-        ahead = _ahead(folder, geometry, copied, precision=precision, **asked)
+        ahead = _ahead(folder, geometry, copied, **asked)
     summary = summarize(path)
     on_disk, elsewhere = summary.disk, [stage for stage in summary.stages if stage.memory is None]
     if as_json:
@@ -98,14 +97,10 @@ def _ahead(
     geometry: Geometry | None,
     copied: int,
     *,
-    target: str,
-    max_context: int | None,
-    max_batch: int,
     memory: int | None,
     gpu_memory: int | None,
     unified: bool | None,
-    stages: tuple[int, ...] | None,
-    **how: str | bool | None,
+    **how: Any,
 ) -> Ahead:
     from llmc.runtime.bench.stages import find_memories, hold, plan_bundle
     from llmc.runtime.sessions.staged import find_stages
@@ -114,23 +109,24 @@ def _ahead(
         from llmc.optimize.plan.stages import plan_stages
         from llmc.optimize.targets import capabilities
 
-        on_gpu = capabilities(target).has_gpu
+        on_gpu = capabilities(how["target"]).has_gpu
         found = find_memories(on_gpu, memory, gpu_memory, unified)
-        build = {"context": max_context, "batch": max_batch, "target": target, "unified": found.unified}
-        build["gpu_memory"] = gpu_memory or (memory if found.unified else None)
-        plans = plan_stages(path, geometry, boxes=stages, copied=copied, **build, **how)  # type: ignore[arg-type]
+        size = gpu_memory or (memory if found.unified else None)
+        request = make_request(path, **how)
+        plans = plan_stages(request, geometry, unified=found.unified, gpu_memory=size, copied=copied)
         return hold(plans, found, on_gpu)
+    context, batch = how.pop("max_context"), how.pop("max_batch")
     manifest = read_bundle(path)
     on_gpu = manifest.device is not None
     found = find_memories(on_gpu, memory, gpu_memory, unified)
-    if any(how.values()) or target != "cpu" or stages:
+    if any(value for name, value in how.items() if (name, value) != ("target", "cpu")):
         raise UsageError(
             "path",
             f"{path} is built already",
             "precision, small, recipe, target and stages are for an export or a checkpoint",
         )
     parts = find_stages(path, manifest).values()
-    plans = [plan for part in parts if part for plan in plan_bundle(part, max_context, max_batch)]
+    plans = [plan for part in parts if part for plan in plan_bundle(part, context, batch)]
     return hold([*_estimate_rebuilding(manifest, found.unified), *plans], found, on_gpu)
 
 

@@ -88,7 +88,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "attention_factor": (1e-3, 1e3),
     "mscale": (0, 1e3),
     "mscale_all_dim": (0, 1e3),
-    # Of queries; products are divided by its root.
+    # Scale of queries; products are divided by its root.
     "query_pre_attn_scalar": (1e-3, 1e6),
     "attn_logit_softcapping": (1e-3, 1e6),
     "final_logit_softcapping": (1e-3, 1e6),
@@ -98,7 +98,7 @@ RANGES: dict[str, tuple[float, float]] = {
     # Layers that predict further tokens.
     "num_nextn_predict_layers": (0, 64),
     "num_mtp_layers": (0, 64),
-    # Of Gemma 4.
+    # Gemma 4.
     "global_head_dim": (2, 4096),
     "num_global_key_value_heads": (1, 4096),
     "num_kv_shared_layers": (0, 1023),
@@ -107,7 +107,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "backbone_hidden_size": (1, 1 << 20),
     "num_centroids": (1, 1 << 20),
     "centroid_intermediate_top_k": (1, 1 << 20),
-    # Of recurrent layers: heads, their widths, and taps of a convolution (3 and 4 in published models).
+    # Recurrent layers: heads, their widths, and taps of a convolution (3 and 4 in published models).
     "linear_num_key_heads": (1, 4095),
     "linear_num_value_heads": (1, 4095),
     "linear_key_head_dim": (1, 4095),
@@ -125,7 +125,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "full_attention_interval": (1, 1024),
     "block_multiple_of": (1, 1 << 20),
     "block_ffn_dim_multiplier": (1e-3, 1e3),
-    # Of mixtures: experts, counted as layers are, and the width of each.
+    # Mixtures: experts, counted as layers are, and the width of each.
     "num_experts": (1, 4095),
     "num_experts_per_tok": (1, 4095),
     "moe_intermediate_size": (1, 1 << 19),
@@ -138,7 +138,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "n_shared_experts": (1, 64),
     "n_group": (1, 4095),
     "topk_group": (1, 4095),
-    # Of keys and values from one vector of each token.
+    # Keys and values from one vector per token.
     "kv_lora_rank": (1, 1 << 16),
     "q_lora_rank": (1, 1 << 16),
     "qk_nope_head_dim": (1, 4094),
@@ -161,13 +161,13 @@ RANGES: dict[str, tuple[float, float]] = {
     "ssm_out_multiplier": (1e-6, 1e6),
     "logits_scaling": (1e-6, 1e6),
     "logit_scale": (1e-6, 1e6),
-    # Of an encoder's end; a longest text beyond the model's positions is cut to them.
+    # An encoder's end; a longest text beyond the model's positions is cut to them.
     "max_seq_length": (1, 1 << 24),
     "in_features": (1, 1 << 20),
     "out_features": (1, 1 << 20),
     "true_token_id": (0, 1 << 24),
     "false_token_id": (0, 1 << 24),
-    # Of towers that see and how images are made ready for them: pixels, places in a prompt, numbers of pixels' values.
+    # Vision towers, and how images are made ready for them: pixels, places in a prompt, numbers of pixels' values.
     "image_size": (1, 4096),
     "patch_size": (1, 4096),
     "num_channels": (1, 4096),
@@ -204,11 +204,11 @@ RANGES: dict[str, tuple[float, float]] = {
     "rescale_factor": (1e-6, 1),
     "image_mean": (-1e3, 1e3),
     "image_std": (1e-6, 1e3),
-    # Of quantized weights; which of them are read, their reader says. A group of -1 is a whole row.
+    # Quantized weights; which of them are read, their reader says. A group of -1 is a whole row.
     "bits": (1, 64),
     "num_bits": (1, 64),
     "group_size": (-1, 1 << 20),
-    # Of adapters.
+    # Adapters.
     "r": (1, 1 << 16),
     "lora_alpha": (1e-6, 1e6),
     # Defaults of generation, as sampling takes them; 0 of top_p would keep no token.

@@ -18,23 +18,16 @@ TYPES = {name: name for name in ("default", "linear", "dynamic", "llama3", "yarn
 
 @dataclass(frozen=True)
 class RopeRules:
-    """The form in which a family's config describes ropes.
+    """The form in which a family's config describes ropes."""
 
-    Attributes:
-        theta: default base.
-        partial: default of ``partial_rotary_factor``; None if the family always rotates whole heads.
-        interleaved: see :class:`Rope`.
-        types: meaning of each rope type that the family knows, of :data:`TYPES`, or ``ntk_alpha``.
-        local: key and default of the base of the windowed layers' rope, to which scaling does not apply.
-        own: keys of the rope that the family reads itself.
-    """
-
-    theta: float = DEFAULT_THETA
-    partial: float | None = None
-    interleaved: bool = False
+    theta: float = DEFAULT_THETA  # default base
+    partial: float | None = None  # default of ``partial_rotary_factor``; None if the family always rotates whole heads
+    interleaved: bool = False  # see :class:`Rope`
+    # meaning of each rope type that the family knows, of :data:`TYPES`, or ``ntk_alpha``
     types: Mapping[str, str] = field(default_factory=TYPES.copy)
+    # key and default of the base of the windowed layers' rope, to which scaling does not apply
     local: tuple[str, float] | None = None
-    own: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()  # keys of the rope that the family reads itself
 
 
 def read_ropes(keys: Keys, rules: RopeRules, head_dim: int, max_positions: int) -> tuple[Rope, ...]:

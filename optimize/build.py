@@ -1,7 +1,6 @@
 """Export -> bundle: calibrate, lower, quantize, write, run, judge, publish."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,18 +13,16 @@ from llmc.bundle import (
     SCHEMA_VERSION,
     TOKENIZER_FILE,
     TWO_OF_FOUR,
-    Budget,
     EngineConfig,
     Geometry,
     Graph,
-    Limits,
     Manifest,
-    Recipe,
+    Part,
     Target,
     write_chunks,
 )
-from llmc.errors import BuildError, BundleError, UsageError
-from llmc.optimize.calibrate.request import CalibrationRequest, calibrate_weights, check_windows
+from llmc.errors import BuildError, BundleError
+from llmc.optimize.calibrate.request import calibrate_weights, check_windows
 from llmc.optimize.graphs import build_graphs
 from llmc.optimize.judge.finished import judge_decoder, judge_encoder, judge_head, least_tolerance
 from llmc.optimize.lower.context import check_patterns
@@ -35,10 +32,9 @@ from llmc.optimize.plan.borders import choose_borders
 from llmc.optimize.plan.device import device_plan, host_plan, with_engine
 from llmc.optimize.plan.memory import memory_plan, plan_build
 from llmc.optimize.progress import Progress, silent
-from llmc.optimize.recipe import Request
-from llmc.optimize.recipe.engine import EngineRequest
+from llmc.optimize.recipe import BuildRequest, settle
 from llmc.optimize.split import split
-from llmc.optimize.targets import capabilities
+from llmc.optimize.targets import capabilities_for
 from llmc.optimize.weights.store import Calibrated
 from llmc.origin import check_unchanged, copy_tokenizer
 from llmc.publish import file_entries, stage_folder
@@ -60,53 +56,14 @@ class BuildReport:
         return sum(entry.size for entry in self.manifest.files.values())
 
 
-def build(
-    source: Path,
-    output: Path,
-    *,
-    target: str = "cpu",
-    precision: str | None = None,
-    small: bool = False,
-    max_context: int | None = None,
-    max_batch: int | None = None,
-    adapters: int | None = None,
-    rank: int | None = None,
-    stages: Sequence[int] | None = None,
-    head: Path | None = None,
-    budget: Budget | None = None,
-    recipe: Path | Request | None = None,
-    calibration: CalibrationRequest | None = None,
-    engine: EngineRequest | None = None,
-    text: Path | None = None,
-    memory: int | None = None,
-    force: bool = False,
-    progress: Progress = silent,
-) -> BuildReport:
+def build(request: BuildRequest, progress: Progress = silent) -> BuildReport:
     """Compile an exported decoder for one target and publish the bundle, or publish nothing.
 
     Args:
-        source: folder written by ``llmc export``.
-        output: bundle folder to write; must not exist unless ``force``.
-        target: cpu (default), cuda, tensorrt or tensorrt-rtx.
-        precision: fp32, fp16, int8 (default) or int4 (default of tensorrt), for TensorRT also bf16; of quantized
-            checkpoints source (default); overrides the recipe's.
-        small: one graph for both phases, which holds the weights once: the recipe's ``phases = "shared"``.
-        max_context: longest sequence in tokens; default: the checkpoint's, at most 32,768, for TensorRT 4,096.
-        max_batch: requests that may run at once; default 8.
-        adapters: how many may be loaded beside the model at a time, each of up to ``rank``; default none.
-        stages: memory of the box of each stage that the model is cut into, or a zero for each; default: one bundle.
-        head: export of the draft head that the bundle gives its hidden states to; default none.
-        budget: quality that the bundle must keep; its limits override the recipe's.
-        recipe: TOML file or its contents, see :class:`llmc.optimize.recipe.Request`.
-        calibration: text and decoder for recipes that look at activations.
-        engine: how a TensorRT engine is compiled; what it leaves open comes from the recipe.
-        text: plain text, or chats as JSONL, that quality is judged on; default: a short one of llmc's.
-        memory: bytes that building may take; default: what is available.
-        force: replace an existing bundle.
         progress: called with each step and how far it is.
 
     Raises:
-        UsageError: the request is out of range or contradicts itself.
+        UsageError: the request is out of range, contradicts itself, or does not go with the model.
         CheckpointError: weights are truncated, NaN or infinite.
         BundleError: the tokenizer does not work within the limits of its trial.
         BuildError: the graph cannot be lowered, or the result is beyond the budget.
@@ -114,47 +71,36 @@ def build(
         GpuError: the target's library is too old or broken, or needs a GPU to build.
         ResourceError: the build takes more memory, by its plan, or a stage more than its box has.
     """
-    start, source, output = time.perf_counter(), Path(source), Path(output)
-    asked = Request(precision=precision, max_context=max_context, max_batch=max_batch, budget=budget, engine=engine)
-    asked = replace(asked, adapters=adapters, rank=rank, phases="shared" if small else None)
-    order, wishes = take_order(
-        *(source, target, asked, recipe), head=head, calibration=calibration, text=text, progress=progress
-    )
-    check_places(source, output)
-    tokenizer, geometry = (source / TOKENIZER_FILE).stat().st_size, order.export.geometry
-    parts = (geometry, order.recipe, order.limits, tokenizer, order.calibration)
-    check_memory(source, *parts, target=target, judged=order.judged, memory=memory)
-    try_tokenizer(source)
-    order = order.with_engine(wishes)
+    start = time.perf_counter()
+    order = take_order(replace(request, source=Path(request.source), output=Path(request.output)), progress)
+    request, geometry = order.request, order.export.geometry
+    check_places(request.source, request.output)
+    tokenizer = (request.source / TOKENIZER_FILE).stat().st_size
+    check_memory(request, geometry, tokenizer)
+    try_tokenizer(request.source)
+    order = order.with_engine()
     _check_support(order)
-    if stages and head is not None:
-        raise UsageError(
-            "stages", "is given beside head, and stages give no hidden states to a draft head", "leave one of them out"
-        )
-    cuts = choose_borders(geometry, order.limits, order.recipe, tokenizer, stages, target) if stages else []
-    with stage_folder(output, force=force) as folder:
+    boxes = request.stages
+    cuts = choose_borders(geometry, order.limits, order.recipe, tokenizer, boxes) if boxes else []
+    with stage_folder(request.output, force=request.force) as folder:
         manifest = _fill(order, folder)
         manifest = split(folder, manifest, cuts, progress) if cuts else manifest
-    return BuildReport(output, manifest, time.perf_counter() - start)
+    return BuildReport(request.output, manifest, time.perf_counter() - start)
 
 
-def check_memory(
-    source: Path,
-    geometry: Geometry,
-    recipe: Recipe,
-    limits: Limits,
-    tokenizer_bytes: int,
-    calibration: CalibrationRequest | None,
-    *,
-    target: str,
-    judged: bool,
-    memory: int | None,
-) -> None:
-    """Raise ResourceError, which names ``source``, if building takes more bytes than ``memory``, or than there are."""
-    windows = check_windows(calibration, geometry.max_positions) if calibration is not None else (0, 0)
-    device = device_plan(geometry, limits, recipe) if capabilities(target).has_gpu else None
-    plan = plan_build(geometry, recipe, limits, tokenizer_bytes, *windows, judged=judged, device=device)
-    plan.check(source, usable_memory(plan.parts["engine"], memory))
+def check_memory(request: BuildRequest, geometry: Geometry, tokenizer_bytes: int) -> None:
+    """Refuse a filled request for a model that would be refused, or takes more memory to build than there is.
+
+    Raises:
+        UsageError: see :func:`llmc.optimize.recipe.settle`.
+        ResourceError: naming the source.
+    """
+    target = capabilities_for(request.target, request.gpu_memory)
+    recipe, limits = settle(request, geometry, target)
+    windows = check_windows(request, geometry.max_positions) if request.decoder is not None else (0, 0)
+    device = device_plan(geometry, limits, recipe) if target.has_gpu else None
+    plan = plan_build(geometry, recipe, limits, tokenizer_bytes, *windows, judged=request.judged, device=device)
+    plan.check(request.source, usable_memory(plan.parts["engine"], request.memory))
 
 
 def _check_support(order: Order) -> None:
@@ -162,19 +108,13 @@ def _check_support(order: Order) -> None:
     geometry = order.export.geometry
     linears = (*(geometry.vision.linears if geometry.vision else ()), *geometry.linears)
     check_patterns(order.recipe, [*(it.name for it in geometry.mixtures), *(it.name for it in linears)])
-    able = ("float32", "float16")[: 1 + geometry.borrows]
-    if geometry.shares and order.recipe.cache not in able:
-        raise BuildError(
-            f"cache = {order.recipe.cache!r}: layers of {geometry.model_type} read the caches of others, which are "
-            f"{' or '.join(able)}; leave cache out of the recipe"
-        )
     if order.target.name == "cpu" or (order.target.name == "cuda" and order.recipe.compute != "float32"):
         check_head_sizes(geometry)
 
 
 def _fill(order: Order, folder: Path) -> Manifest:
     copy_tokenizer(order.source, folder)
-    weights, used = calibrate_weights(order.source, order.export, order.recipe, order.calibration, order.progress)
+    weights, used = calibrate_weights(order.request, order.export, order.recipe, order.progress)
     order = replace(order, recipe=replace(order.recipe, calibration=used))
     graphs, engine = build_graphs(order, folder, weights)
     check_unchanged(order.source, order.export)  # the weights are not needed any more
@@ -230,7 +170,7 @@ def _manifest(order: Order, graphs: dict[str, Graph], engine: EngineConfig | Non
         target=Target(target.name, target.engine, installed, order.minimum),
         recipe=recipe,
         limits=order.limits,
-        memory=replace(memory, workspace=memory.workspace + given),
+        memory=memory.add(Part("workspace", given)),
         cache=recipe.cache_type(),
         graphs={name: graph for name, graph in graphs.items() if name != ADAPTERS_FOLDER},
         adapter_graph=graphs.get(ADAPTERS_FOLDER),

@@ -56,7 +56,7 @@ def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[s
             overwritten=order.overwritten,
             hidden=order.hidden,
         )
-        for phase, stored in quant_configs(order.recipe, geometry).items():
+        for phase, stored in order.configs.items():
             whole = "encoder" if geometry.encoder else "decoder"
             name = f"{phase if phase in ('prefill', 'decode') else whole}.onnx"
             own = replace(context, phase=phase, quant=stored, rotated=order.recipe.rotates(phase))
@@ -75,7 +75,7 @@ def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[s
             tower = replace(
                 geometry, layers=geometry.vision.layers, linears=geometry.vision.linears, caches=(), attentions=()
             )
-            stored = choose_tower_configs(next(iter(quant_configs(order.recipe, geometry).values())))
+            stored = choose_tower_configs(next(iter(order.configs.values())))
             own = LoweringContext("vision", tower, order.limits, stored, weights, Calibrated())
             graphs["vision"] = _compile(order, folder, own, VISION_FILE, "the tower for images")
     return graphs

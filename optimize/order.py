@@ -2,15 +2,17 @@
 
 import os
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmc.bundle import EngineConfig, ExportManifest, Limits, Recipe, read_export, version
-from llmc.errors import UsageError, printable
-from llmc.optimize import recipe as recipes
-from llmc.optimize.calibrate.request import CalibrationRequest
+from llmc.bundle.model.kinds import allows
+from llmc.errors import UsageError
+from llmc.optimize.lower.context import QuantConfigs, quant_configs
 from llmc.optimize.lower.onnxruntime import folded_heads
-from llmc.optimize.progress import Progress
+from llmc.optimize.progress import Progress, silent
+from llmc.optimize.recipe import BuildRequest, settle
 from llmc.optimize.recipe.engine import EngineRequest, check_heads
 from llmc.optimize.targets import Capabilities, capabilities_for
 from llmc.origin import check_unchanged
@@ -24,19 +26,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Order:
-    """Model, target and choices of a build; ``hidden`` lists after how many layers a draft head reads hidden states."""
+    """A build request with every choice made: the model, the target, and how its weights are compiled."""
 
-    source: Path
+    request: BuildRequest  # with what its recipe's file says
     export: ExportManifest
     target: Capabilities
     recipe: Recipe
     limits: Limits
-    calibration: CalibrationRequest | None
-    text: Path | None
-    judged: bool
     progress: Progress
     engine: "EngineSpec | None" = None
-    hidden: tuple[int, ...] = ()
+    hidden: tuple[int, ...] = ()  # borders of the hidden states that the graphs give to a draft head
+
+    @property
+    def source(self) -> Path:
+        return self.request.source
+
+    @cached_property
+    def configs(self) -> dict[str, QuantConfigs]:
+        """How each graph stores its weights, by phase."""
+        return quant_configs(self.recipe, self.export.geometry)
 
     @property
     def passes(self) -> str:
@@ -59,8 +67,8 @@ class Order:
     @property
     def _takes_lengths(self) -> bool:
         """True if the installed engine's attention takes the length of each row, and the model's cache holds floats."""
-        since, geometry = self.target.ragged_rows, self.export.geometry
-        if not since or geometry.encoder or geometry.head or self.recipe.cache_type() == "int8":
+        since, answers = self.target.ragged_rows, allows(self.export.geometry, "text")
+        if not since or not answers or self.recipe.cache_type() == "int8":
             return False
         return version(import_onnxruntime(self.target.caches[self.recipe.cache]).__version__) >= version(since)
 
@@ -71,65 +79,49 @@ class Order:
         newest = self.ragged_rows or self.overwritten or geometry.recurrents or geometry.mixtures
         return max(cache, self.target.ragged_rows, key=version) if newest else cache
 
-    def with_engine(self, asked: EngineRequest | None) -> "Order":
-        """The order with its engine's properties, if the target has an engine."""
+    def with_engine(self) -> "Order":
+        """This order with its engine's properties, if the target has an engine."""
         if not self.target.makes_engine:
             return self
         from llmc.optimize.tensorrt.spec import resolve_engine
 
         geometry = self.export.geometry
         check_heads(geometry)
-        spec = resolve_engine(self.target, geometry, self.recipe, self.limits, asked or EngineRequest())
+        wishes = self.request.engine or EngineRequest()
+        spec = resolve_engine(self.target, geometry, self.recipe, self.limits, wishes)
         return replace(self, engine=spec)
 
 
-def take_order(
-    source: Path,
-    target: str,
-    asked: recipes.Request,
-    recipe: Path | recipes.Request | None,
-    *,
-    head: Path | None = None,
-    calibration: CalibrationRequest | None,
-    text: Path | None,
-    progress: Progress,
-) -> tuple[Order, EngineRequest | None]:
-    """Resolve a request: options override the recipe. Returns the order, and the wishes for its engine."""
-    refuse_bytes(source)
-    export = read_export(source)
-    check_unchanged(source, export)
-    geometry = export.geometry
-    written = recipes.read_recipe(recipe) if isinstance(recipe, Path) else recipe
-    asked = asked.over(written) if written is not None else asked
-    abilities = capabilities_for(target, asked.gpu_memory)
-    name = printable(recipe.stem) if isinstance(recipe, Path) else "default"
-    able = calibration is not None and calibration.is_possible
-    chosen, limits = recipes.settle(asked, geometry, abilities, name, able)
-    wish = "text" if text is not None else calibration and calibration.asked
-    if wish and (geometry.encoder or geometry.head):
-        raise UsageError(wish, "is for models that generate, and this one does not", "leave it out")
-    if geometry.head and limits.adapters:
-        raise UsageError("adapters", "is given, and a draft head reads none", "leave it out")
-    judged = text is not None or bool(chosen.budget)
-    hidden = () if head is None else _list_borders(export, abilities, head)
-    order = Order(source, export, abilities, chosen, limits, calibration, text, judged, progress, hidden=hidden)
-    return order, asked.engine
+def take_order(request: BuildRequest, progress: Progress = silent) -> Order:
+    """Make every choice that a request leaves open.
+
+    Raises:
+        UsageError: the request is out of range, contradicts itself, or does not go with the model.
+        BundleError: the export is broken, or its weights changed.
+    """
+    refuse_bytes(request.source)
+    export = read_export(request.source)
+    check_unchanged(request.source, export)
+    request = request.filled()
+    abilities = capabilities_for(request.target, request.gpu_memory)
+    recipe, limits = settle(request, export.geometry, abilities)
+    hidden = () if request.draft_head is None else _list_borders(export, request.draft_head)
+    return Order(request, export, abilities, recipe, limits, progress, hidden=hidden)
 
 
-def _list_borders(export: ExportManifest, target: Capabilities, folder: Path) -> tuple[int, ...]:
-    """The borders of the hidden states that the draft head reads whose export ``folder`` is."""
+def _list_borders(export: ExportManifest, folder: Path) -> tuple[int, ...]:
+    """List the borders of the hidden states that a draft head reads; ``folder`` is its export."""
     geometry, other = export.geometry, read_export(folder).geometry
     head, least = other.head, 1
     if geometry.shares:  # its last layers compute the rows of logits alone, which is enough for heads without a cache
         least = geometry.layers if other.borrows else geometry.layers + 1
-    barred = target.name != "cpu" or geometry.head or geometry.encoder or (head and min(head.borders) < least)
-    if barred or not head or head.width != geometry.hidden_size or max(head.borders) > geometry.layers:
+    fits = head and min(head.borders) >= least and max(head.borders) <= geometry.layers
+    if head is None or not fits or head.width != geometry.hidden_size:
         reads = f"reads {head.width} values after {max(head.borders)} layers" if head else "is no draft head"
         raise UsageError(
-            "head",
-            f"{folder} {reads}, expected the export of a head for "
-            f"this {geometry.model_type} of {geometry.layers} layers "
-            f"of {geometry.hidden_size} values, which must generate, and on cpu (the target is {target.name})",
+            "draft_head",
+            f"is {folder}, which {reads}, expected the export of a head for this {geometry.model_type} of "
+            f"{geometry.layers} layers of {geometry.hidden_size} values",
         )
     return head.borders
 

@@ -30,7 +30,7 @@ EXTRAS = ("cpu", "build", "guided", "metrics", "serve")
 # Packages of the extra dev that the runtime's tests import; none of them needs torch, a browser or a GPU.
 TESTED_WITH = ("openai", "anthropic", "pytest", "hypothesis", "jsonschema")
 TOO_LARGE = re.compile("No module named '(torch|transformers|gguf)'")  # tests that compare with these are left out
-ROOMS = ("sampling", "kv", "text", "guided", "sessions/onnxruntime/test_cpu.py", "engine", "server/openai")
+ROOMS = ("sampling", "kv", "text", "guided", "sessions/onnxruntime/test_cpu.py", "engine", "server/dialects")
 LIMIT_S = 600  # of a test
 # /proc/cpuinfo of a core: its part number, and its features beyond the first ones.
 BASE = "fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid"
@@ -114,14 +114,17 @@ def build_bundles(shared: Path) -> None:
 
     from llmc.export import export
     from llmc.optimize.build import build
+    from llmc.optimize.recipe import BuildRequest
 
     tiny = export(HERE / "recipes" / "tiny" / "checkpoint", shared / "tiny" / "export").output
-    build(tiny, shared / "int8" / "bundle")
-    build(tiny, shared / "fp32" / "bundle", precision="fp32")
+    build(BuildRequest(tiny, shared / "int8" / "bundle"))
+    build(BuildRequest(tiny, shared / "fp32" / "bundle", precision="fp32"))
     folder = shared / "encoders"
     folder.mkdir()
     for name, write in (("embed", encoders.write_embedder), ("rank", encoders.write_reranker)):
-        build(export(write(folder / f"{name}-checkpoint"), folder / f"{name}-export").output, folder / name)
+        build(
+            BuildRequest(export(write(folder / f"{name}-checkpoint"), folder / f"{name}-export").output, folder / name)
+        )
     for made in ("tiny", "int8", "fp32", "encoders"):
         (shared / made / "made").touch()
 

@@ -17,8 +17,8 @@ from llmc.cli import output as show
 from llmc.export import export
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import build
-from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.judge.evaluate import evaluate, read_windows
+from llmc.optimize.recipe import BuildRequest
 from llmc.runtime import Generator, load
 from llmc.runtime.bench.benchmark import benchmark
 from llmc.runtime.host.machine import usable_threads
@@ -109,10 +109,9 @@ def bundle_row(demo: Demo, precision: str, started: float) -> tuple[str, ...]:
     """Build one bundle, stream an answer from it, and measure it."""
     folder = FOLDER / precision
     step("build", f"llmc build {FOLDER}/export -o {folder} --{precision}")
-    calibration = CalibrationRequest(StreamedDecoder)
     with show.progress() as progress:
         report = build(
-            FOLDER / "export", folder, precision=precision, calibration=calibration, force=True, progress=progress
+            BuildRequest(FOLDER / "export", folder, precision=precision, decoder=StreamedDecoder, force=True), progress
         )
     print(f"{show.size(report.size)} in {report.seconds:.1f} s")
     step("run", f"llmc run {folder} {demo.command}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc.bundle import Manifest
+from llmc.bundle.model.kinds import allows, refuse
 from llmc.errors import EngineClosedError, GrammarError, UsageError, format_value
 from llmc.runtime.api.chat import ChatHandle, ChatResult
 from llmc.runtime.api.handle import Handle
@@ -220,10 +221,7 @@ class Generator(LoadedBundle):
             reasoning_budget=reasoning_budget,
             goes_on=continue_final_message,
         )
-        if self.manifest.geometry.diffusion and plan.calls is not None:
-            raise UsageError(
-                "tools", "is given, and a diffusion model calls none", "leave it out, or set tool_choice='none'"
-            )
+        refuse(self.manifest.geometry, *(["tools"] if plan.calls is not None else []))
         if images:
             sampling["images"] = self.tower.compute_rows(images, ids)
         try:
@@ -318,7 +316,8 @@ class Generator(LoadedBundle):
 
     def can_reason(self, tools: bool) -> bool:
         """True if answers to messages, with tools or without, may begin with reasoning that a budget can bound."""
-        return self.manifest.geometry.diffusion is None and marks_of(self.chat_template.source(tools)) is not None
+        able = allows(self.manifest.geometry, "reasoning_budget")
+        return able and marks_of(self.chat_template.source(tools)) is not None
 
     def request(self, prompt: str | Sequence[int], **arguments: Any) -> Request:
         """A request with the checkpoint's generation defaults for what ``arguments`` leave out.

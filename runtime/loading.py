@@ -23,9 +23,10 @@ from llmc.bundle import (
     read_undisturbed,
     verify_files,
 )
-from llmc.errors import BundleError, DraftError, UsageError, format_name
+from llmc.bundle.model.kinds import allows, refuse
+from llmc.errors import BundleError, UsageError, format_name
 from llmc.runtime.api import DRAFT_WORDS
-from llmc.runtime.api.options import PREFIX_OPTIONS, Determinism, EngineOptions, row_limit
+from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
 from llmc.runtime.embedder import ABILITIES, Embedder
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.generator import Generator
@@ -129,7 +130,7 @@ def load(
         check_load(folder, manifest, context, memory)
         for part, its_manifest in {folder: manifest, **before}.items():
             check_files(part, its_manifest, False if verify is None and self_test is False else verify)
-        others = note_others(manifest.memory.weights)
+        others = note_others(manifest.memory["weights"].fixed)
         opened = threading.Event()
 
         def read_tokenizer() -> Tokenizer:
@@ -165,7 +166,7 @@ def load(
             raise
         return model
 
-    return read_undisturbed(_folder(bundle), open_bundle, LoadedBundle.close)
+    return read_undisturbed(_folder(bundle), open_bundle, lambda model: model.close())
 
 
 def _check_kind(manifest: Manifest, kind: type[LoadedBundle]) -> None:
@@ -191,14 +192,10 @@ def open_tower(folder: Path, manifest: Manifest, threads: int) -> Tower | None:
 def _check_options(
     folder: Path, manifest: Manifest, context: int, options: EngineOptions, given: Mapping[str, Any]
 ) -> None:
+    refuse(manifest.geometry, *(name for name, value in given.items() if value and value not in ("auto", "none")))
     row_limit(manifest, options)
-    kept = [name for name in PREFIX_OPTIONS if given.get(name)]
-    if manifest.geometry.diffusion and kept:
-        raise UsageError(kept[0], "is for a bundle that keeps prefixes, and this one fills masks", "leave it out")
     if options.determinism is Determinism.STRICT and context < SHORTEST_STRICT:
         raise UsageError("max_context", f"is {context}, expected {SHORTEST_STRICT} or more with determinism 'strict'")
-    if manifest.geometry.encoder and given.keys() - ({"draft"} if given.get("draft") == "auto" else set()):
-        raise UsageError(next(iter(given)), "is for a bundle that generates, and this one does not", "leave it out")
 
 
 def verify(
@@ -290,7 +287,8 @@ def memory_need(manifest: Manifest, options: Mapping[str, Any]) -> MemoryNeed:
     """The memory that a bundle takes when it is loaded with these arguments of :func:`load`."""
     limits = manifest.limits
     context = options.get("max_context") or limits.max_context
-    prefixes, draft = 0 if manifest.geometry.diffusion else options.get("prefix_cache_bytes"), options.get("draft")
+    keeps = allows(manifest.geometry, "prefix_cache_bytes")
+    prefixes, draft = options.get("prefix_cache_bytes") if keeps else 0, options.get("draft")
     on_disk = options.get("prefix_cache_folder") is not None
     pending = PENDING_BYTES if on_disk else 0
     always = prefixes or (PREFIX_BYTES if on_disk else 0)
@@ -316,23 +314,14 @@ def make_engine(model: Generator, memory: int | None) -> Engine:
         BundleError, ResourceError: the draft model cannot be loaded.
     """
     manifest, runner, options = model.manifest, model.runner, model.options
-    if manifest.geometry.diffusion and options.draft not in (None, "auto"):
-        raise UsageError(
-            "draft", "is for a model that goes on token by token, and this one fills masks", "leave it out"
-        )
-    if manifest.geometry.head is not None:
-        raise UsageError(
-            "bundle",
-            "is a draft head, which generates nothing alone",
-            f"load the model that it is for, with draft='{model.folder}'",
-        )
+    refuse(manifest.geometry, "answers")
     if options.draft == "auto":
         keeps = drafts_keep_bits(manifest, options.determinism)
         options = replace(options, draft="lookup" if keeps else None)
     limit = default_memory() if memory is None else memory  # what the process holds already counts in the plan
     size = options.prefix_cache_bytes
-    if manifest.geometry.diffusion:
-        size = 0  # what a token comes to depends on those behind it, so no prefix can be kept
+    if not allows(manifest.geometry, "prefix_cache_bytes"):
+        size = 0
     if size is None and manifest.stage.before and options.prefix_cache_folder is None:
         size = 0  # what stages hold would come here over the network
     if size is None:
@@ -370,7 +359,7 @@ def prefix_key(manifest: Manifest, level: Determinism, exact: bool) -> str:
 
 def drafts_keep_bits(manifest: Manifest, level: Determinism) -> bool:
     """Tell whether verified drafts leave the bits of all logits as they are."""
-    if manifest.geometry.diffusion:
+    if not allows(manifest.geometry, "draft"):
         return False
     kept = manifest.graphs["decode"].invariance
     alike = kept.single and kept.rows == 1 and kept.tokens > 0 and kept.outputs == 1
@@ -392,12 +381,8 @@ def make_drafter(model: Generator, draft: str | Path | None) -> Drafter | None:
     drafts = load(draft, kind=LoadedBundle, threads=model.threads, self_test=False)
     try:
         geometry = drafts.manifest.geometry
-        if geometry.diffusion or not isinstance(drafts, Generator):
-            raise DraftError(
-                "this model does not go on token by token, as a draft model must",
-                "name another one",
-                path=drafts.folder,
-            )
+        refuse(geometry, "drafting")
+        assert isinstance(drafts, Generator)
         kind = AssistantDrafter if geometry.borrows else HeadDrafter if geometry.head else ModelDrafter
         return kind(drafts, model)
     except BaseException:

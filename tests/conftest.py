@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from doubles.geometries import uniform
+from doubles.plans import plan_of
 from doubles.shared import shared
 from hypothesis import HealthCheck, settings
 
@@ -129,7 +130,7 @@ def manifest() -> bundle.Manifest:
             calibration=bundle.Calibration("notes.txt", "c" * 64, False, 64, 512),
         ),
         limits=bundle.Limits(512, 1, 128),
-        memory=bundle.MemoryPlan(
+        memory=plan_of(
             engine=500,
             tokenizer=50,
             weights=1000,
@@ -206,19 +207,25 @@ def layer_export(one_layer: Path, one_trace: None, tmp_path_factory: pytest.Temp
 def tiny_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model built with the defaults: int8, one graph. Tests that change it work on a copy."""
     from llmc.optimize.build import build
+    from llmc.optimize.recipe import BuildRequest
 
-    return shared(tmp_path_factory, "int8", lambda folder: build(tiny_export, folder / "bundle")) / "bundle"
+    return (
+        shared(tmp_path_factory, "int8", lambda folder: build(BuildRequest(tiny_export, folder / "bundle"))) / "bundle"
+    )
 
 
 @pytest.fixture(scope="session")
 def split_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model built as int8 with a graph for each phase."""
     from llmc.optimize.build import build
-    from llmc.optimize.recipe import Request
+    from llmc.optimize.recipe import BuildRequest, Request
 
     two = Request(phases="split")
     return (
-        shared(tmp_path_factory, "split", lambda folder: build(tiny_export, folder / "bundle", recipe=two)) / "bundle"
+        shared(
+            tmp_path_factory, "split", lambda folder: build(BuildRequest(tiny_export, folder / "bundle", recipe=two))
+        )
+        / "bundle"
     )
 
 
@@ -226,9 +233,10 @@ def split_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def fp32_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model built in float32. Tests that change it work on a copy."""
     from llmc.optimize.build import build
+    from llmc.optimize.recipe import BuildRequest
 
     def make(folder: Path) -> None:
-        build(tiny_export, folder / "bundle", precision="fp32")
+        build(BuildRequest(tiny_export, folder / "bundle", precision="fp32"))
 
     return shared(tmp_path_factory, "fp32", make) / "bundle"
 
@@ -237,10 +245,11 @@ def fp32_bundle(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def tiny_in(tiny_export: Path, tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The small model's bundle in a precision, for 8 rows, built when first asked for. Nobody changes it."""
     from llmc.optimize.build import build
+    from llmc.optimize.recipe import BuildRequest
 
     def bundle_in(precision: str) -> Path:
         def make(folder: Path) -> None:
-            build(tiny_export, folder / "bundle", precision=precision, max_batch=8)
+            build(BuildRequest(tiny_export, folder / "bundle", precision=precision, max_batch=8))
 
         return tiny_bundle if precision == "int8" else shared(tmp_path_factory, f"{precision} 8", make) / "bundle"
 
@@ -255,10 +264,11 @@ def adapter_bundles(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory)
 
     from llmc.export.adapters import add_adapter
     from llmc.optimize.build import build
+    from llmc.optimize.recipe import BuildRequest
 
     def make(folder: Path) -> None:
         for precision in ("fp32", "int8"):
-            build(tiny_export, folder / precision, precision=precision, max_batch=4, adapters=2, rank=8)
+            build(BuildRequest(tiny_export, folder / precision, precision=precision, max_batch=4, adapters=2, rank=8))
         geometry = bundle.read_bundle(folder / "fp32").geometry
         write_adapter(folder / "sql", draw_factors(geometry))
         write_adapter(folder / "law", draw_factors(geometry, rank=4, seed=2), r=4)
@@ -276,11 +286,12 @@ def encoder_bundles(one_trace: None, tmp_path_factory: pytest.TempPathFactory) -
 
     from llmc.export import export
     from llmc.optimize.build import build
+    from llmc.optimize.recipe import BuildRequest
 
     def make(folder: Path) -> None:
         for name, write in (("embed", encoders.write_embedder), ("rank", encoders.write_reranker)):
             made = export(write(folder / f"{name}-checkpoint"), folder / f"{name}-export").output
-            build(made, folder / name, precision="fp32")
+            build(BuildRequest(made, folder / name, precision="fp32"))
 
     folder = shared(tmp_path_factory, "encoders", make)
     return {name: folder / name for name in ("embed", "rank")}
@@ -293,10 +304,11 @@ def diffusion_models(one_trace: None, tmp_path_factory: pytest.TempPathFactory) 
 
     from llmc.export import export
     from llmc.optimize.build import build
+    from llmc.optimize.recipe import BuildRequest
 
     def make(folder: Path) -> None:
         for family in diffusing.SHIFTS:
             export(diffusing.write_checkpoint(folder / family, family), folder / f"{family}-export")
-            build(folder / f"{family}-export", folder / f"{family}-fp32", precision="fp32")
+            build(BuildRequest(folder / f"{family}-export", folder / f"{family}-fp32", precision="fp32"))
 
     return shared(tmp_path_factory, "diffusion", make)

@@ -90,8 +90,6 @@ def put(value: Any, *path: Any) -> Any:
     return change
 
 
-DEVICE = {"context": 1, "weights": 1, "workspace": 1, "cache_per_token": 1, "logits": 1}
-
 DAMAGE = [
     (drop("llmc_version"), "missing field llmc_version"),
     (drop("geometry", "layers"), "missing field geometry.layers"),
@@ -126,9 +124,8 @@ DAMAGE = [
     (put(-1, "geometry", "attentions", 0, "window"), r"geometry.attentions\[0\].window is -1, expected 0 ..."),
     (put(0, "limits", "prefill_chunk"), "limits.prefill_chunk is 0, expected 1 ..."),
     (put(1025, "limits", "max_batch"), "limits.max_batch is 1025, expected 1 ... 1024"),
-    (put(-1, "memory", "workspace"), "memory.workspace is -1, expected 0 ..."),
-    (put(10**39, "memory", "weights"), "memory.weights is 10{39}, expected 0 ..."),
-    (put({**DEVICE, "weights": 1 << 60}, "device"), "device.weights is 1152921504606846976, expected 0 ..."),
+    (put(-1, "memory", "uses", 0, "fixed"), r"memory.uses\[0\].fixed is -1, expected 0 ..."),
+    (put(10**39, "memory", "uses", 0, "per_row"), r"memory.uses\[0\].per_row is 10{39}, expected 0 ..."),
     (put([{}] * 80_000, "golden"), r"golden is 80000 items, expected 0 ... 16"),
     (put([1] * 2049, "golden", 0, "prompt"), r"golden\[0\].prompt is 2049 items, expected 0 ... 2048"),
     (put(math.inf, "golden_tolerance"), "golden_tolerance is inf, expected a finite number"),
@@ -209,6 +206,7 @@ IMPOSSIBLE = [
         "geometry",
     ),
     (put({**VISION_FIELDS, "tile": 16, "tokens": 1}, "geometry", "vision"), "geometry"),
+    (put("tea", "memory", "uses", 0, "name"), "memory"),
     (put(VISION_FIELDS, "geometry", "vision"), "graphs"),
     (put("int4", "cache"), "cache"),
     (put("1.x", "target", "engine_minimum"), "target"),

@@ -126,21 +126,6 @@ class Geometry:
         return frozenset({norm.name for norm in self.norms} & {linear.producer for linear in self.linears})
 
     @property
-    def cpu_only(self) -> str:
-        """Parts of the model that are lowered for CPUs alone, in words; empty if every target takes the model."""
-        parts = {
-            "recurrent layers": self.recurrents,
-            "mixtures of experts": self.mixtures,
-            "attention with sinks": any(item.sinks for item in self.attentions),
-            "layers that read the caches of others": self.shares,
-            "scaled layers": self.layer_scalars,
-            "a tower for images": self.vision,
-            "attention to later tokens": self.diffusion,
-            "a draft head": self.head,
-        }
-        return " and ".join(words for words, found in parts.items() if found)
-
-    @property
     def rotates(self) -> bool:
         """True if an orthogonal matrix can be folded into the weights around the residual stream.
 

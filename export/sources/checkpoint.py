@@ -42,22 +42,16 @@ _COMPUTED = ("rotary_emb.inv_freq", "self_attn.bias", "self_attn.masked_bias")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checked checkpoint.
+    """A checked checkpoint."""
 
-    Attributes:
-        folder: contains its files.
-        tensors: exactly the decoder's, by parameter name.
-        files: files whose weights are used in place, and linked into the export.
-        texts: contents of config and tokenizer files by name, if they differ from the files in ``folder``.
-    """
-
-    folder: Path
+    folder: Path  # contains its files
     config: DecoderConfig
     generation: bundle.Generation
-    tensors: dict[str, Weight]
-    files: tuple[Path, ...]
+    tensors: dict[str, Weight]  # exactly the decoder's, by parameter name
+    files: tuple[Path, ...]  # files whose weights are used in place, to be linked
     source: bundle.Source
     notes: tuple[str, ...]
+    # contents of config and tokenizer files by name, where they differ from those in ``folder``
     texts: Mapping[str, str] = field(default_factory=dict)
 
     @property

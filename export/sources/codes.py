@@ -29,25 +29,18 @@ MXFP4_BLOCK = 32
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """A matrix W [N, K].
+    """A matrix W [N, K]."""
 
-    Attributes:
-        codes: [N, K] of type I4 or I8.
-        block: columns that share a scale; a divisor of K.
-        scales: computes the scales, float32 [N, K / block].
-        zero_points: computes the zero points, int8 [N, K / block]; None if all are zero.
-        offsets: computes the offsets, float32 [N, K / block]; None if all are zero.
-        order: int32 [K] if columns are permuted: column k of W is column order[k] of ``codes``; else None.
-        stacked: number of experts whose matrices are stacked; 0 if the matrix is not an expert's.
-    """
-
-    codes: StoredTensor | MadeTensor
-    block: int
-    scales: Callable[[], NDArray[np.float32]]
+    codes: StoredTensor | MadeTensor  # [N, K] of type I4 or I8
+    block: int  # columns that share a scale; a divisor of K
+    scales: Callable[[], NDArray[np.float32]]  # computes float32 [N, K / block]
+    # computes int8 [N, K / block]; None if all are zero
     zero_points: Callable[[], NDArray[np.int8]] | None = None
+    # computes float32 [N, K / block]; None if all are zero
     offsets: Callable[[], NDArray[np.float32]] | None = None
+    # int32 [K] if columns are permuted: column k of W is column order[k] of ``codes``; else None
     order: NDArray[np.int32] | None = None
-    stacked: int = 0
+    stacked: int = 0  # number of experts whose matrices are stacked; 0 for any other matrix
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,15 +74,11 @@ class QuantizedTensor:
 class Mxfp4Tensor:
     """The matrices W [E, N, K] of all experts in MXFP4: 4-bit floats, 32 of which share a power of two.
 
-    Attributes:
-        codes: uint8 [E, N, K / 2], E2M1, the first of two in the low half.
-        scales: uint8 [E, N, K / 32], exponents plus 127.
-
     Source: OCP Microscaling Formats (MX) 1.0.
     """
 
-    codes: StoredTensor | MadeTensor
-    scales: StoredTensor | MadeTensor
+    codes: StoredTensor | MadeTensor  # uint8 [E, N, K / 2], E2M1, the first of two in the low half
+    scales: StoredTensor | MadeTensor  # uint8 [E, N, K / 32], exponents with 127 added
     dtype = "U8"
     kind = Codes(4, MXFP4_BLOCK, zero_points=False, kind="mxfp4")
 
@@ -98,25 +87,19 @@ class Mxfp4Tensor:
         return (*self.codes.shape[:2], 2 * self.codes.shape[2])
 
     def parts(self) -> dict[str, StoredTensor | MadeTensor]:
-        """As :meth:`QuantizedTensor.parts`."""
+        """The stored tensors, as in :class:`QuantizedTensor`."""
         return {"": self.codes, ".scales": self.scales}
 
 
 @dataclass(frozen=True, eq=False)
 class GgmlTensor:
-    """A matrix W [N, K] in GGML's blocks, used in place in GGUF files.
+    """A matrix W [N, K] in GGML's blocks, which stay where they lie in GGUF files."""
 
-    Attributes:
-        stored: one or two matrices of one type and one width, the second below the first.
-        rows: int32 [N], positions of W's rows in ``stored``; None if W has all of its rows in order.
-        columns: int32 [K], positions of W's columns; None if they are in order.
-        stacked: as in a :class:`QuantizedTensor`.
-    """
-
-    stored: tuple[StoredTensor, ...]
+    stored: tuple[StoredTensor, ...]  # one or two matrices of one type and one width, the second below the first
+    # int32 [N], indices of W's rows in ``stored``; None if they are all of its rows in order
     rows: NDArray[np.int32] | None = None
-    columns: NDArray[np.int32] | None = None
-    stacked: int = 0
+    columns: NDArray[np.int32] | None = None  # int32 [K], indices of W's columns; None if they are in order
+    stacked: int = 0  # as in :class:`QuantizedTensor`
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -133,7 +116,7 @@ class GgmlTensor:
         return LAYOUTS[self.dtype].kind
 
     def parts(self) -> dict[str, StoredTensor | MadeTensor]:
-        """As :meth:`QuantizedTensor.parts`; the ``dtype`` of bytes is the name of their block type."""
+        """The stored tensors, as in :class:`QuantizedTensor`; the ``dtype`` of bytes is their block type."""
         parts: dict[str, StoredTensor | MadeTensor] = {}
         for part, stored in zip(("", ".second"), self.stored, strict=False):
             parts[part] = replace(stored, shape=(stored.shape[0], stored.length // stored.shape[0]))

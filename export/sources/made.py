@@ -35,17 +35,11 @@ def array_type(dtype: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class MadeTensor:
-    """A tensor that is computed piece by piece while the export is written.
+    """A tensor that is computed piece by piece while the export is written."""
 
-    Attributes:
-        dtype: one of :data:`ARRAY_TYPES`, as in :class:`StoredTensor`.
-        shape: of the whole tensor.
-        pieces: yields consecutive pieces of its rows, in that type.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    pieces: Callable[[], Iterator[NDArray[Any]]]
+    dtype: str  # one of :data:`ARRAY_TYPES`
+    shape: tuple[int, ...]  # of the whole tensor
+    pieces: Callable[[], Iterator[NDArray[Any]]]  # yields consecutive pieces of its rows, in that type
 
     @property
     def nbytes(self) -> int:

@@ -23,10 +23,10 @@ MARKERS = Markers(
     single=(f"{FAKE}{WHOLE}",),
     after=(FAKE,),
 )
-# Qwen's markers are written by its templates.
+# Qwen's templates write the markers.
 QWEN_KINDS = tuple(f"Qwen2VLImageProcessor{form}" for form in FORMS)
 QWEN_MARKERS = Markers("<|image_pad|>", ("",), ("",), ("",), ("",), ("",))
-# LFM2-VL's.
+# LFM2-VL's processor.
 NAFLEX_KINDS = tuple(f"Lfm2VlImageProcessor{form}" for form in FORMS)
 NAFLEX_MARKERS = Markers(
     image=IMAGE,
@@ -38,7 +38,7 @@ NAFLEX_MARKERS = Markers(
     after=("<|image_end|>",),
 )
 UNREAD = ("crop_size", "default_to_square", "device", "disable_grouping", "max_num_patches", "return_tensors", "size")
-# Gemma 3's.
+# Gemma 3's processor.
 SOFT_KINDS = tuple(f"Gemma3ImageProcessor{form}" for form in FORMS)
 PANS = ("pan_and_scan_max_num_crops", "pan_and_scan_min_crop_size", "pan_and_scan_min_ratio_to_activate")
 SOFT_MARKERS = Markers(

@@ -39,20 +39,13 @@ class Grid:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a checkpoint stores quantized weights.
+    """How a checkpoint stores quantized weights."""
 
-    Attributes:
-        method: one of :data:`METHODS`.
-        grids: the formats that a quantized linear may have.
-        ignored: modules that the config lists as unquantized.
-        zero_offset: added to stored zero points: the original GPTQ stores them minus one.
-        block: rows and columns that share a scale in fp8; (0, 0) if a row or the whole matrix does.
-    """
-
-    method: str
-    grids: tuple[Grid, ...]
-    ignored: tuple[str, ...] = ()
-    zero_offset: int = 0
+    method: str  # one of :data:`METHODS`
+    grids: tuple[Grid, ...]  # formats that a quantized linear may have
+    ignored: tuple[str, ...] = ()  # modules that the config lists as unquantized
+    zero_offset: int = 0  # added to stored zero points: the original GPTQ stores them minus one
+    # rows and columns that share a scale of fp8; (0, 0) if a row or the whole matrix does
     block: tuple[int, int] = (0, 0)
 
 

@@ -48,21 +48,13 @@ LayerSource = Any
 
 @dataclass(frozen=True)
 class SmoothingMapping:
-    """Linears that read the same activation, and the module that takes the inverse of factors folded into them.
+    """Linears that read the same activation, and the module that takes the inverse of factors folded into them."""
 
-    Attributes:
-        linears: module names within the layer.
-        inputs: width K of the activation.
-        producer: the norm or linear that computes the activation; empty if nothing can be folded into it.
-        repeats: how many channels of the activation stem from one output of ``producer`` (queries per key head).
-        run: how many channels follow each other before they repeat (a head).
-    """
-
-    linears: tuple[str, ...]
-    inputs: int
-    producer: str
-    repeats: int = 1
-    run: int = 1
+    linears: tuple[str, ...]  # module names within the layer
+    inputs: int  # width K of the activation
+    producer: str  # the norm or linear that computes the activation; empty if nothing can be folded into it
+    repeats: int = 1  # how many channels of the activation stem from one output of ``producer`` (queries per key head)
+    run: int = 1  # how many channels follow each other before they repeat (a head)
 
 
 def list_smoothing_mappings(geometry: Geometry, layer: int) -> tuple[SmoothingMapping, ...]:

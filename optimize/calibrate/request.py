@@ -3,9 +3,7 @@
 import errno
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +16,10 @@ from llmc.exported import weights_identity
 from llmc.optimize.lower.context import quant_configs
 from llmc.optimize.progress import Progress
 from llmc.optimize.quantize.pruning import Pruning
-from llmc.optimize.recipe import needs_calibration
+from llmc.optimize.recipe import BuildRequest, either, needs_calibration
 from llmc.optimize.weights.store import Calibrated
 
 if TYPE_CHECKING:
-    from llmc.optimize.calibrate.layers import LayerSource
     from llmc.optimize.calibrate.text import CalibrationSamples
 
 # GPTQ's paper uses 128 windows of 2,048 tokens; a thirtieth of that already estimates the second moments, in minutes.
@@ -35,61 +32,22 @@ METHOD = 3
 KEPT_BYTES = 8_000_000_000
 
 
-@dataclass(frozen=True)
-class CalibrationRequest:
-    """Inputs of calibration.
-
-    Attributes:
-        decoder: opens the unquantized decoder of an export; the command line passes
-            ``llmc.export.streaming.StreamedDecoder``, so that nothing here imports it.
-        text: plain text, or chats as JSONL; None takes the text that comes with llmc.
-        samples: windows of tokens, at most; default :data:`DEFAULT_SAMPLES`.
-        length: tokens per window; default :data:`DEFAULT_LENGTH`, or the model's context where that is shorter.
-    """
-
-    decoder: "Callable[[Path, str], LayerSource]"
-    text: Path | None = None
-    samples: int | None = None
-    length: int | None = None
-
-    def windows(self, longest: int) -> tuple[int, int]:
-        """Number and length of the windows; ``longest`` is the model's context."""
-        return (
-            DEFAULT_SAMPLES if self.samples is None else self.samples,
-            min(DEFAULT_LENGTH, longest) if self.length is None else self.length,
-        )
-
-    @property
-    def is_possible(self) -> bool:
-        """False if torch is not installed, and the user asked for nothing that takes it."""
-        return self.asked is not None or can_calibrate()
-
-    @property
-    def asked(self) -> str | None:
-        """The option that the user gave, or None."""
-        given = {"calibration": self.text, "samples": self.samples, "length": self.length}
-        return next((name for name, value in given.items() if value is not None), None)
-
-
-def can_calibrate() -> bool:
-    return find_spec("torch") is not None
-
-
 def calibrate_weights(
-    source: Path, export: ExportManifest, recipe: Recipe, request: CalibrationRequest | None, progress: Progress
+    request: BuildRequest, export: ExportManifest, recipe: Recipe, progress: Progress
 ) -> tuple[Calibrated, Calibration | None]:
     """The weights that a build lowers, and the calibration text (None if the recipe uses none)."""
+    source = request.source
     pruning = Pruning(recipe.sparsity, list_pruned(export.geometry) if recipe.sparsity else ())
     wish = needs_calibration(recipe)
     if wish is None:
-        if request is not None and request.asked is not None:
-            raise UsageError(request.asked, "is given for calibration, but the recipe asks for none", "leave it out")
+        if option := request.calibration_option:
+            raise UsageError(option, "is given for calibration, but the recipe asks for none", "leave it out")
         return Calibrated(pruning=pruning), None
-    if request is None:
+    if request.decoder is None:
         raise UsageError(
             wish,
             f"is {getattr(recipe, wish)!r}, which needs calibration",
-            "leave --no-calibration out, or give build(..., calibration=CalibrationRequest(...))",
+            "leave --no-calibration out, or give BuildRequest(..., decoder=StreamedDecoder)",
         )
     torch = require("torch", "export")
     from llmc.optimize.calibrate.layers import calibrate
@@ -99,7 +57,9 @@ def calibrate_weights(
     geometry = export.geometry
     count, length = check_windows(request, geometry.max_positions)
     vocabulary = geometry.vocab_size
-    samples = read_samples(request.text, source, samples=count, length=length, vocab_size=vocabulary, remedy=SHORTER)
+    samples = read_samples(
+        request.calibration, source, samples=count, length=length, vocab_size=vocabulary, remedy=SHORTER
+    )
     samples = replace(samples, ids=hide_half(samples.ids, geometry.diffusion))
     used = Calibration(samples.name, samples.sha256, samples.default, len(samples.ids), samples.ids.shape[1])
     folder = disk_cache.entry("calibration", _key(source, export, replace(recipe, calibration=used), samples))
@@ -127,10 +87,10 @@ def list_pruned(geometry: Geometry) -> frozenset[str]:
     return frozenset(f"{linear.name}.weight" for linear in geometry.linears if linear.layer is not None)
 
 
-def check_windows(request: CalibrationRequest, longest: int) -> tuple[int, int]:
-    """Number and length of the windows of a model whose context is ``longest``.
+def check_windows(request: BuildRequest, longest: int) -> tuple[int, int]:
+    """Number and length of the calibration's windows, for a model whose context is ``longest``.
     Raises UsageError: one of them is out of range."""
-    samples, length = request.windows(longest)
+    samples, length = either(request.samples, DEFAULT_SAMPLES), either(request.length, min(DEFAULT_LENGTH, longest))
     for name, value, highest in (("samples", samples, 100_000), ("length", length, longest)):
         if not 2 <= value <= highest:
             raise UsageError(name, f"is {value}, expected 2 ... {highest}")

@@ -19,17 +19,11 @@ PANEL = 512
 
 @dataclass(frozen=True, eq=False)
 class InputStatistics:
-    """Statistics of inputs X [tokens, K].
+    """Statistics of inputs X [tokens, K]."""
 
-    Attributes:
-        second_moment: X^T X / tokens, float32 [K, K]; None where it was not collected.
-        absmax: largest magnitude of each channel, float32 [K].
-        norms: root mean square of each channel, float32 [K].
-    """
-
-    second_moment: Tensor | None
-    absmax: Tensor
-    norms: Tensor
+    second_moment: Tensor | None  # X^T X / tokens, float32 [K, K]; None where it was not collected
+    absmax: Tensor  # largest magnitude of each channel, float32 [K]
+    norms: Tensor  # root mean square of each channel, float32 [K]
 
     @cached_property
     def inputs(self) -> Inputs:

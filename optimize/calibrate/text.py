@@ -38,21 +38,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class CalibrationSamples:
-    """Windows of text that calibration runs the model on.
+    """Windows of text that calibration runs the model on."""
 
-    Attributes:
-        ids: token ids, int64 [windows, length].
-        name: the file's name, or "default text".
-        sha256: of the whole file.
-        default: whether it is the text that comes with llmc.
-        tokens: tokens of the text, of which the windows are a part.
-    """
-
-    ids: Ids
-    name: str
-    sha256: str
-    default: bool
-    tokens: int
+    ids: Ids  # token ids, int64 [windows, length]
+    name: str  # the file's name, or "default text"
+    sha256: str  # of the whole file
+    default: bool  # whether it is the text that comes with llmc
+    tokens: int  # tokens of the text, of which the windows are a part
 
 
 def read_samples(

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from llmc.bundle import Quality
+from llmc.bundle.model.kinds import refuse
 from llmc.errors import UsageError
 from llmc.optimize.calibrate.text import CalibrationSamples, hide_half, read_samples
 from llmc.optimize.judge import golden
@@ -82,10 +83,7 @@ def evaluate(
         UsageError: the reference is of another model, or the bundle a draft head.
         BundleError: the bundle computes NaN or infinity, or the reference is broken.
     """
-    if model.manifest.geometry.head is not None:
-        raise UsageError(
-            "bundle", f"{model.folder} is a draft head, which reads another model's hidden states: no text judges it"
-        )
+    refuse(model.manifest.geometry, "text")
     unquantized = open_reference(model, reference) if reference is not None else None
     diffusion = model.manifest.geometry.diffusion
     fed = hide_half(text.ids[:, :-1], diffusion)

@@ -54,11 +54,11 @@ def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calib
         try:
             model, verified = _open_model(order, folder, manifest, weights, stack)
         except ResourceError as error:
-            if not order.target.has_gpu or order.judged:
+            if not order.target.has_gpu or order.request.judged:
                 raise
             log.warning("%s; the bundle is published without golden prompts: verify it on its GPU", error)
             return manifest
-        text = read_windows(order.text, model) if order.judged else None
+        text = read_windows(order.request.text, model) if order.request.judged else None
         if order.target.has_gpu and verified != "device":
             order.progress("looking for values beyond float16")
             check_range(folder, manifest, [*prompt_ids(model), *(text.ids[:1].tolist() if text else [])])

@@ -33,16 +33,12 @@ UNFUSED = {fused: norm for norm, fused in KERNELS.values()}
 
 @dataclass(frozen=True)
 class LayerError:
-    """The error of one part of the model, fed with the unquantized model's hidden states, in one path.
+    """The error of one part of the model, fed with the unquantized model's hidden states, in one path."""
 
-    Attributes:
-        name: model.embed_tokens, model.layers.{i} or lm_head.
-        noise_to_signal: power of the error over the power of the part's own addition to the hidden state; for the head,
-            over the power of its logits without their mean, which softmax ignores.
-    """
-
-    name: str
+    name: str  # model.embed_tokens, model.layers.{i} or lm_head
     phase: str
+    # power of the error over the power of the part's own addition to the hidden state; for the head, over the power of
+    # its logits without their mean, which softmax ignores
     noise_to_signal: float
 
     @property

@@ -113,37 +113,27 @@ class QuantConfigs:
 
 @dataclass(frozen=True)
 class LoweringContext:
-    """One graph to make.
-
-    Attributes:
-        weights: the file that packed weights go into.
-        calibrated: float weights as calibration left them, and the integers and scales that it chose.
-        cache: type of the KV cache, see :class:`llmc.bundle.Recipe`.
-        compute: type of activations: float32, float16 or bfloat16.
-        linear_done: called after each linear, for progress.
-        ragged_rows: whether the engine's attention takes several tokens in each of several rows, of any lengths; where
-            it does, the cache holds floats.
-        overwritten: positions behind a step's token that its folded heads write over, 0 where heads are not folded.
-        rotated: whether the residual stream is in another basis, see :mod:`llmc.optimize.lower.onnxruntime.rotation`.
-        adapters: whether it is the graph for adapters.
-        hidden: borders of the hidden states that the graph gives to a draft head.
-        gains: weights of the norms of a rotated stream, by their names, once these are lowered.
-    """
+    """One graph to make."""
 
     phase: str
     geometry: Geometry
     limits: Limits
     quant: QuantConfigs
-    weights: WeightFile
-    calibrated: Calibrated
-    cache: str = "float32"
-    compute: str = "float32"
-    linear_done: Callable[[], None] = lambda: None
+    weights: WeightFile  # the file that packed weights go into
+    calibrated: Calibrated  # float weights as calibration left them, and the integers and scales that it chose
+    cache: str = "float32"  # type of the KV cache, see :class:`llmc.bundle.Recipe`
+    compute: str = "float32"  # type of activations: float32, float16 or bfloat16
+    linear_done: Callable[[], None] = lambda: None  # called after each linear, for progress
+    # whether the engine's attention takes several tokens in each of several rows, of any lengths; where it does, the
+    # cache holds floats
     ragged_rows: bool = False
+    # positions behind a step's token that its folded heads write over, 0 where heads are not folded
     overwritten: int = 0
+    # whether the residual stream is in another basis, see :mod:`llmc.optimize.lower.onnxruntime.rotation`
     rotated: bool = False
-    adapters: bool = False
-    hidden: tuple[int, ...] = ()
+    adapters: bool = False  # whether it is the graph for adapters
+    hidden: tuple[int, ...] = ()  # borders of the hidden states that the graph gives to a draft head
+    # weights of the norms of a rotated stream, by their names, once these are lowered
     gains: dict[str, Float] = field(default_factory=dict)
 
     @property

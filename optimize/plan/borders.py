@@ -1,7 +1,6 @@
 """Borders between the stages of a model that is larger than one box, by the memory that each stage takes."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ class Cut(NamedTuple):
 
 
 def choose_borders(
-    geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_bytes: int, boxes: Sequence[int], target: str
+    geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_bytes: int, boxes: Sequence[int]
 ) -> list[Cut]:
     """The stages whose fullest box is as empty as it can be, with a row of the longest context in each.
 
@@ -26,30 +25,18 @@ def choose_borders(
         boxes: bytes of each stage's box; zeros of boxes of one size that nobody named.
 
     Raises:
-        UsageError: the model is not run in stages, or not in so many.
+        UsageError: the model has not so many layers.
         ResourceError: a stage is larger than its box, however the model is cut.
     """
-    refused = {
-        f"for {target}": target != "cpu",
-        "that embed or rank": geometry.encoder,
-        "that see": geometry.vision,
-        "that fill masks": geometry.diffusion,
-        "that draft for others": geometry.head,
-        "with layers that read the caches of others": geometry.shares,
-        "with inputs of each layer's own": geometry.per_layer,
-        "with adapters beside them": limits.adapters,
-    }
-    for models in (models for models, found in refused.items() if found):
-        raise UsageError("stages", f"cannot be made of models {models}", "leave it out")
     most = min(geometry.layers, MOST_STAGES)
     if not 2 <= len(boxes) <= most:
         raise UsageError("stages", f"is {len(boxes)}, expected 2 to {most}: each has a layer or more")
 
     @cache
     def plan(first: int, end: int) -> MemoryPlan:
-        found = memory_plan(geometry.of_layers(range(first, end)), limits, recipe, tokenizer_bytes)
-        found = replace(found, embedding=0) if first else found
-        return found if end == geometry.layers else replace(found, tokenizer=0, logits=0)
+        plan = memory_plan(geometry.of_layers(range(first, end)), limits, recipe, tokenizer_bytes)
+        plan = plan.without("embedding") if first else plan
+        return plan if end == geometry.layers else plan.without("tokenizer", "logits")
 
     @cache
     def best(first: int, box: int) -> tuple[float, tuple[int, ...]]:

@@ -1,9 +1,8 @@
 """Memory that a bundle takes on a GPU, from geometry and recipe alone. Nothing here was measured on a GPU yet."""
 
-from dataclasses import replace
 from pathlib import Path
 
-from llmc.bundle import CACHE_BYTES, MOST_CANDIDATES, DeviceMemory, EngineConfig, Geometry, Limits, MemoryPlan, Recipe
+from llmc.bundle import CACHE_BYTES, MOST_CANDIDATES, EngineConfig, Geometry, Limits, MemoryPlan, Part, Recipe
 from llmc.bundle.model.names import HEAD
 from llmc.optimize.lower.context import Computed, Float16, Float32, choose_table_config, quant_configs
 from llmc.optimize.plan.memory import HOST, INTERPRETER, LOGITS_COPIES, MB, activation_bytes, linear_bytes, table_bytes
@@ -30,14 +29,14 @@ CANDIDATE = 4 + 8  # a logit and an id
 
 def host_plan(geometry: Geometry, tokenizer_bytes: int) -> MemoryPlan:
     """The machine's memory that a process takes whose model lies on a GPU."""
-    return MemoryPlan(
-        engine=INTERPRETER + HOST,
-        tokenizer=TOKENIZER_FACTOR * tokenizer_bytes,
-        logits=LOGITS_COPIES * 4 * geometry.vocab_size,
+    return MemoryPlan().add(
+        Part("engine", INTERPRETER + HOST),
+        Part("tokenizer", TOKENIZER_FACTOR * tokenizer_bytes),
+        Part("logits", per_row=LOGITS_COPIES * 4 * geometry.vocab_size),
     )
 
 
-def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe) -> DeviceMemory:
+def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe) -> MemoryPlan:
     """The GPU's memory that loading and running a bundle takes."""
     size = CACHE_BYTES[recipe.compute]
     stored = next(iter(quant_configs(recipe, geometry).values()))
@@ -52,12 +51,12 @@ def device_plan(geometry: Geometry, limits: Limits, recipe: Recipe) -> DeviceMem
     recorded = KEPT_STEPS * RECORDED_LAYER * geometry.layers if recipe.phases == "single" else 0
     held = [(linear, stored.of(linear.name)) for linear in geometry.linears]
     rows = 0 if shared else table_bytes(table, choose_table_config(stored, geometry, table), compute=size)
-    return DeviceMemory(
-        context=CONTEXT,
-        weights=sum(linear_bytes(linear, config, compute=size) for linear, config in held) + rows,
-        workspace=max(activation_bytes(geometry, chunk, size) + attention + expanded + recorded, timed),
-        cache_per_token=geometry.cache_bytes(1, bytes_per_value=size),
-        logits=ROW_COPIES * 4 * geometry.vocab_size + CANDIDATE * MOST_CANDIDATES,
+    return MemoryPlan().add(
+        Part("context", CONTEXT),
+        Part("weights", sum(linear_bytes(linear, config, compute=size) for linear, config in held) + rows),
+        Part("workspace", max(activation_bytes(geometry, chunk, size) + attention + expanded + recorded, timed)),
+        Part("cache", per_position=geometry.cache_bytes(1, bytes_per_value=size)),
+        Part("logits", per_row=ROW_COPIES * 4 * geometry.vocab_size + CANDIDATE * MOST_CANDIDATES),
     )
 
 
@@ -71,8 +70,8 @@ def attention_bytes(geometry: Geometry, recipe: Recipe, chunk: int, context: int
     return size * arrays * geometry.most_heads * chunk * context
 
 
-def with_engine(plan: DeviceMemory, folder: Path, engine: EngineConfig | None) -> DeviceMemory:
+def with_engine(plan: MemoryPlan, folder: Path, engine: EngineConfig | None) -> MemoryPlan:
     """The plan with the weights that the engine really holds: it may keep a layout for each profile."""
     if engine is None or not engine.file:
         return plan
-    return replace(plan, weights=(folder / engine.file).stat().st_size)
+    return plan.without("weights").add(Part("weights", (folder / engine.file).stat().st_size))

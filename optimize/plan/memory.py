@@ -4,10 +4,11 @@ Every constant below was measured as resident memory on Linux x86-64, with onnxr
 geometries of Qwen2.5-0.5B and Llama-3.2-1B.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from llmc.bundle import CACHE_BYTES, DeviceMemory, Geometry, Limits, Manifest, MemoryPlan, Recipe
+from llmc.bundle import CACHE_BYTES, Geometry, Limits, Manifest, MemoryPlan, Part, Recipe
 from llmc.bundle.model.diffusion import MOST_MASKS
 from llmc.bundle.model.experts import Experts
 from llmc.bundle.model.linear import Linear
@@ -207,7 +208,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     while the engine packs it. A table of inputs for each layer is not: its rows are read from a mapped file, whose
     pages the system takes back when memory is short.
     """
-    graphs, kept = quant_configs(recipe, geometry), [cache for cache in geometry.caches if cache.kind == "kv"]
+    graphs = quant_configs(recipe, geometry)
     # An encoder takes a text in one call, and scores it against itself.
     chunk = limits.max_context if geometry.encoder else min(limits.prefill_chunk, limits.max_context)
     tables = {
@@ -216,12 +217,9 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         for forms in [{choose_table_config(each, geometry, table) for each in graphs.values()}]
     }
     experts = sum(expert_bytes(it, stored.stored(it.name)) for stored in graphs.values() for it in geometry.mixtures)
-    size = CACHE_BYTES[recipe.cache_type()]
-    opened = [linear for linear in geometry.linears if linear.is_open]
     shared = 0
     if shares_head(recipe, geometry):
         shared = linear_bytes(geometry.linear[HEAD], graphs["decode"].of(HEAD), copies=BLOCK_COPIES)
-    factors = 4 * limits.rank * sum(linear.inputs + linear.outputs for linear in opened)
     results = geometry.encoder.width if geometry.encoder else geometry.vocab_size
     rows = geometry.row_width if geometry.vision or geometry.head else 0
     ropes = {
@@ -229,39 +227,56 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         for item in geometry.attentions
         if item.rope is not None
     }
-    return MemoryPlan(
-        engine=INTERPRETER + OPENED_GRAPH * len(graphs),
-        tokenizer=TOKENIZER_FACTOR * tokenizer_bytes,
-        weights=sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()) - experts - shared,
-        experts=experts,
-        mapped_experts=mapped_expert_bytes(geometry, recipe),
-        embedding=tables[EMBEDDING],
-        workspace=activation_bytes(geometry, chunk, 4),
-        # Scores of a chunk against all that is cached, a cosine and a sine for each half of a head, and rows of images,
-        # in float32.
-        workspace_per_token=4 * (geometry.most_heads * chunk + sum(ropes.values()) * len(graphs) + rows),
-        cache_per_token=sum(cache.bytes(1, size) for cache in kept if not cache.window),
-        state=sum(cache.bytes(0, size) for cache in geometry.caches),
-        window_per_token=sum(cache.bytes(1, size) for cache in kept if cache.window),
-        window_positions=max((cache.count_held(chunk) for cache in geometry.caches), default=0),
-        logits=LOGITS_COPIES * 4 * results * (MOST_MASKS if geometry.diffusion else 1),
-        adapters=limits.adapters and OPENED_GRAPH + adapter_graph_bytes(geometry, recipe) + limits.adapters * factors,
-        adapters_per_row=factors,
-        per_layer_table=tables.get(PER_LAYER, 0),
-        tower=_tower_bytes(geometry, limits, choose_tower_configs(next(iter(graphs.values())))),
+    # Scores of a chunk against all that is cached, a cosine and a sine for each half of a head, and rows of images, in
+    # float32.
+    per_length = 4 * (geometry.most_heads * chunk + sum(ropes.values()) * len(graphs) + rows)
+    logits = LOGITS_COPIES * 4 * results * (MOST_MASKS if geometry.diffusion else 1)
+    return MemoryPlan().add(
+        Part("engine", INTERPRETER + OPENED_GRAPH * len(graphs)),
+        Part("tokenizer", TOKENIZER_FACTOR * tokenizer_bytes),
+        Part("weights", sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()) - experts - shared, of_layers=True),
+        Part("experts", experts, of_layers=True),
+        Part("mapped experts", mapped_expert_bytes(geometry, recipe), of_layers=True),
+        Part("embedding", tables[EMBEDDING], of_layers=True),
+        Part("workspace", activation_bytes(geometry, chunk, 4), per_length=per_length),
+        *_plan_caches(geometry, CACHE_BYTES[recipe.cache_type()], chunk),
+        Part("logits", per_row=logits),
+        *_plan_adapters(geometry, limits, recipe),
+        Part("per-layer table", tables.get(PER_LAYER, 0), beside=True),
+        *_plan_tower(geometry, limits, choose_tower_configs(next(iter(graphs.values())))),
     )
 
 
-def _tower_bytes(geometry: Geometry, limits: Limits, stored: QuantConfigs) -> int:
-    """Bytes of the tower and of an image that is decoded for it; no image has more tokens than the context."""
+def _plan_caches(geometry: Geometry, size: int, chunk: int) -> Iterator[Part]:
+    """Keys and values of ``size`` bytes, by the positions that a row holds of them; and states."""
+    held = Counter[int]()
+    for cache in geometry.caches:
+        held[cache.count_held(chunk)] += cache.bytes(1, size) if cache.kind == "kv" else 0
+    yield from (Part("cache", per_position=count, window=most, of_layers=True) for most, count in held.items())
+    states = sum(cache.bytes(0, size) for cache in geometry.caches)
+    yield Part("states", per_row=states, of_layers=True)
+
+
+def _plan_adapters(geometry: Geometry, limits: Limits, recipe: Recipe) -> Iterator[Part]:
+    """The graph for adapters, the factors of as many as may be loaded, and a copy of them for each row."""
+    if limits.adapters:
+        opened = [linear for linear in geometry.linears if linear.is_open]
+        factors = 4 * limits.rank * sum(linear.inputs + linear.outputs for linear in opened)
+        graph = OPENED_GRAPH + adapter_graph_bytes(geometry, recipe)
+        yield Part("adapters", graph + limits.adapters * factors, per_row=factors)
+
+
+def _plan_tower(geometry: Geometry, limits: Limits, stored: QuantConfigs) -> Iterator[Part]:
+    """The tower: weights, activations, an image that is decoded for it, and rows that are kept. No image has more
+    tokens than the context."""
     if (vision := geometry.vision) is None:
-        return 0
+        return
     patches, first = (vision.square // vision.patch) ** 2 * min(vision.most_rows, limits.max_context), vision.linears[0]
     widest = max(linear.outputs for linear in vision.linears if linear.layer is not None)
     weights = sum(linear_bytes(linear, stored.of(linear.name), copies=BLOCK_COPIES) for linear in vision.linears)
     activations = 4 * patches * (WIDE_ARRAYS * widest + NARROW_ARRAYS * first.outputs)
     # An image is decoded while another one may be computed.
-    return OPENED_GRAPH + weights + activations + KEPT_BYTES + DECODING_BYTES
+    yield Part("tower", OPENED_GRAPH + weights + activations + KEPT_BYTES + DECODING_BYTES)
 
 
 def plan_build(
@@ -272,7 +287,7 @@ def plan_build(
     samples: int = 0,
     length: int = 0,
     judged: bool = False,
-    device: DeviceMemory | None = None,
+    device: MemoryPlan | None = None,
     one_memory: bool = False,
 ) -> MemoryEstimate:
     """The peak of a build: the largest of calibrating, quantizing, and judging the finished bundle.
@@ -311,15 +326,15 @@ def _estimate_quantizing(geometry: Geometry, recipe: Recipe) -> dict[str, int]:
     return {"engine": INTERPRETER + BUILDER, "largest matrix": max(QUANTIZING * _largest(geometry), rotating)}
 
 
-def _engine(device: DeviceMemory, recipe: Recipe, one_memory: bool) -> dict[str, int]:
+def _engine(device: MemoryPlan, recipe: Recipe, one_memory: bool) -> dict[str, int]:
     """An engine's builder; on the GPU it holds at most the weights of all kernels that it times: counted, not
     measured."""
     copies = ENGINE_COPIES.get(recipe.precision, ENGINE_FLOAT_COPIES)
-    host = {"engine": INTERPRETER + BUILDER + ENGINE_LIBRARY, "weights": round(copies * device.weights)}
+    host = {"engine": INTERPRETER + BUILDER + ENGINE_LIBRARY, "weights": round(copies * device["weights"].fixed)}
     if not one_memory:
         return host
     host["engine"] += HOST - ENGINE_LIBRARY
-    return {**host, "GPU context": device.context, "GPU weights": device.weights, "GPU workspace": device.workspace}
+    return {**host, **{f"GPU {name}": device[name].fixed for name in ("context", "weights", "workspace")}}
 
 
 def _largest(geometry: Geometry) -> int:

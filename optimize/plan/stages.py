@@ -1,17 +1,17 @@
 """Memory of building a bundle from an export or a checkpoint, and of running what that gives."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from llmc.bundle import EXPORT_MANIFEST, TOKENIZER_FILE, Geometry
+from llmc.bundle.model.kinds import kinds_of
 from llmc.errors import BundleError, UsageError
-from llmc.optimize.calibrate.request import DEFAULT_LENGTH, DEFAULT_SAMPLES, can_calibrate
+from llmc.optimize.calibrate.request import DEFAULT_LENGTH, DEFAULT_SAMPLES
 from llmc.optimize.plan.borders import choose_borders
 from llmc.optimize.plan.device import device_plan, host_plan
 from llmc.optimize.plan.memory import bundle_bytes, memory_plan, plan_build
 from llmc.optimize.plan.time import estimate_build
-from llmc.optimize.recipe import Request, check_context, find_recipe, read_recipe, settle
+from llmc.optimize.recipe import BuildRequest, check_context, settle
 from llmc.optimize.targets import Capabilities, capabilities_for
 from llmc.runtime.bench.stages import LARGEST_BATCH, export_plan
 from llmc.runtime.host.machine import usable_threads
@@ -19,60 +19,46 @@ from llmc.runtime.kv.budget import GRAPHS, MemoryEstimate, Sizes, plan_device, p
 
 
 def plan_stages(
-    path: Path,
-    geometry: Geometry,
-    *,
-    context: int | None = None,
-    batch: int = 1,
-    precision: str | None = None,
-    small: bool = False,
-    recipe: str | None = None,
-    target: str = "cpu",
-    unified: bool = False,
-    gpu_memory: int | None = None,
-    boxes: Sequence[int] | None = None,
-    copied: int = 0,
+    request: BuildRequest, geometry: Geometry, *, unified: bool = False, gpu_memory: int | None = None, copied: int = 0
 ) -> list[MemoryEstimate]:
-    """Plan the stages ahead of an export or a checkpoint.
+    """Plan the memory of each step from an export or a checkpoint to tokens.
 
     Args:
         unified: count what building takes on a GPU, too.
         gpu_memory: bytes of the GPU that the bundle is for; None for the one here.
-        boxes: memory of the boxes that run a part of the model each.
         copied: bytes of weights that exporting the checkpoint copies.
     """
-    phases = "shared" if small else None
-    asked = Request(precision=precision, phases=phases, max_context=context, max_batch=batch)
-    file = find_recipe(recipe)
-    asked = asked.over(read_recipe(file)) if file else asked
-    if context is not None:
-        check_context(context, geometry.max_positions)
+    path, given = request.source, request.max_context
+    request = request.filled()
+    if given is not None:
+        check_context(given, geometry.max_positions)
     exporting = [] if (path / EXPORT_MANIFEST).exists() else [export_plan(geometry, _tokenizer_bytes(path), copied)]
-    abilities = capabilities_for(target, asked.gpu_memory if gpu_memory is None else gpu_memory)
-    return [*exporting, *_of_build(path, geometry, asked, abilities, unified, boxes or ())]
+    abilities = capabilities_for(request.target, request.gpu_memory if gpu_memory is None else gpu_memory)
+    return [*exporting, *_of_build(request, geometry, abilities, unified)]
 
 
 def _of_build(
-    path: Path, geometry: Geometry, asked: Request, abilities: Capabilities, unified: bool, boxes: Sequence[int]
+    request: BuildRequest, geometry: Geometry, abilities: Capabilities, unified: bool
 ) -> list[MemoryEstimate]:
-    chosen, limits = settle(asked, geometry, abilities, "plan", can_calibrate())
+    chosen, limits = settle(request, geometry, abilities)
+    path, boxes = request.source, request.stages or ()
     tokenizer, windows, batch = _tokenizer_bytes(path), (DEFAULT_SAMPLES, DEFAULT_LENGTH), limits.max_batch
     wider = replace(limits, max_batch=LARGEST_BATCH)
-    cuts = choose_borders(geometry, limits, chosen, tokenizer, boxes, abilities.name) if boxes else []
+    cuts = choose_borders(geometry, limits, chosen, tokenizer, boxes) if boxes else []
     if not abilities.has_gpu:
         on_disk = bundle_bytes(geometry, chosen, limits, tokenizer)
         judged = bool(chosen.budget)
         build = plan_build(geometry, chosen, limits, tokenizer, *windows, judged=judged)
         seconds = estimate_build(geometry, chosen, DEFAULT_SAMPLES * DEFAULT_LENGTH, usable_threads())
         run = plan_run(memory_plan(geometry, limits, chosen, tokenizer), wider, limits.max_context, batch)
-        run = replace(run, graphs=_compare_graphs(geometry, asked, abilities, tokenizer))
+        run = replace(run, graphs=_compare_graphs(geometry, request, abilities, tokenizer))
         runs = [
             plan_run(cut.memory, wider, limits.max_context, batch).of_stage(number, cut.layers, box)
             for number, (cut, box) in enumerate(zip(cuts, boxes, strict=True))
         ]
         return [replace(build, seconds=seconds, writes=on_disk, precision=chosen.precision), *(runs or [run])]
     device = device_plan(geometry, limits, chosen)
-    on_disk = tokenizer + device.weights * (2 if abilities.makes_engine else 1)  # an engine holds them again
+    on_disk = tokenizer + device["weights"].fixed * (2 if abilities.makes_engine else 1)  # an engine holds them again
     one_memory = unified and abilities.makes_engine  # the engine's builder runs kernels on the GPU
     build = plan_build(geometry, chosen, limits, tokenizer, *windows, device=device, one_memory=one_memory)
     return [
@@ -82,14 +68,16 @@ def _of_build(
     ]
 
 
-def _compare_graphs(geometry: Geometry, asked: Request, abilities: Capabilities, tokenizer: int) -> dict[str, Sizes]:
+def _compare_graphs(
+    geometry: Geometry, request: BuildRequest, abilities: Capabilities, tokenizer: int
+) -> dict[str, Sizes]:
     """Compare what a bundle takes with two graphs and with one; empty where there is no choice."""
     compared = dict[str, Sizes]()
-    if geometry.mixtures or geometry.borrows or geometry.diffusion:
+    if any(kind.one_graph for kind in kinds_of(geometry)):
         return compared
     for phases, name in GRAPHS.items():
         try:
-            recipe, limits = settle(replace(asked, phases=phases), geometry, abilities, "plan", can_calibrate())
+            recipe, limits = settle(replace(request, phases=phases), geometry, abilities)
         except UsageError:
             return {}
         parts = memory_plan(geometry, limits, recipe, tokenizer).parts(limits.max_context, limits.max_batch)

@@ -74,21 +74,13 @@ OFFSETS = Grid(8, 16)
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized matrix.
+    """A quantized matrix."""
 
-    Attributes:
-        values: int8 [N, K].
-        scales: float32 [N, groups]; on a symmetric grid a scale may be negative, unless the grid is positive.
-        grid: what the integers are on.
-        zero_points: int8 [N, groups]; None on a symmetric grid.
-        offsets: float32 [N, groups]; None unless the grid is shifted.
-    """
-
-    values: NDArray[np.int8]
-    scales: Float
-    grid: Grid
-    zero_points: NDArray[np.int8] | None = None
-    offsets: Float | None = None
+    values: NDArray[np.int8]  # int8 [N, K]
+    scales: Float  # float32 [N, groups]; on a symmetric grid a scale may be negative, unless the grid is positive
+    grid: Grid  # what the integers are on
+    zero_points: NDArray[np.int8] | None = None  # int8 [N, groups]; None on a symmetric grid
+    offsets: Float | None = None  # float32 [N, groups]; None unless the grid is shifted
 
     def dequantize(self) -> Float:
         """The matrix that the integers stand for, float32 [N, K]."""

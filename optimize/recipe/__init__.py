@@ -3,6 +3,7 @@
 import difflib
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any, TypeVar
 
 import llmc
 from llmc.bundle import MOST_ADAPTERS, MOST_RANK, TWO_OF_FOUR, Budget, Geometry, Limits, Recipe, version
+from llmc.bundle.model.kinds import allows, kinds_of, refuse
 from llmc.bundle.model.names import SENSITIVE
-from llmc.errors import UsageError, format_name, format_value
+from llmc.errors import UsageError, format_name, format_value, printable
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import Capabilities
 from llmc.runtime.bench.stages import LARGEST_BATCH
@@ -31,8 +33,8 @@ ENGINE_CONTEXT = 4096
 # The W8A8 graph takes hardly longer for 8 rows than for one, and unused ones cost nothing.
 DEFAULT_BATCH = 8
 DEFAULT_RANK = 16  # the most common one of adapters
-# Of a model that embeds or ranks: a text is one call, and attention scores it against itself, which takes the square.
-ENCODER_CONTEXT = 2048
+# Default where a text is one call: attention scores it against itself, which takes the square of the context.
+WHOLE_CONTEXT = 2048
 BITS = {"int8": 8, "int4": 4}
 # Float precisions and what they compute in, where the target can choose.
 COMPUTED = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -44,6 +46,7 @@ PRUNINGS = ("magnitude", "wanda")
 LARGEST_SPARSITY = 0.9
 
 V = TypeVar("V")
+R = TypeVar("R", bound="Request")
 N = TypeVar("N", int, float)
 
 
@@ -56,7 +59,7 @@ class Expected:
     decode_top1_agreement: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """A recipe as written: None means the default of target and model."""
 
@@ -114,13 +117,100 @@ class Request:
         """Bytes of the GPU that an engine is for: 0 where that is another machine's; None for the one here."""
         return 0 if self.engine is not None and self.engine.deferred else None
 
-    def over(self, other: "Request") -> "Request":
+    def over(self: R, other: "Request") -> R:
         """This request with what it leaves open taken from ``other``; tables are taken key by key."""
-        given = _collect_values(self)
+        given, taken = _collect_values(self), _collect_values(other)
         for table in ("budget", "engine"):
-            if table in given and getattr(other, table) is not None:
-                given[table] = replace(getattr(other, table), **_collect_values(given[table]))
-        return replace(other, **given)
+            if table in given and table in taken:
+                taken[table] = replace(taken[table], **_collect_values(given[table]))
+                del given[table]
+        return replace(self, **taken | given)
+
+    def features(self, target: Capabilities) -> list[str]:
+        """What it asks for, as keys of :data:`llmc.bundle.model.kinds.FEATURES`."""
+        cache = self.cache or ""
+        given = {
+            "gpu": target.has_gpu,
+            "adapters": self.adapters,
+            "budget": self.budget,
+            "sparsity": self.sparsity is not None,
+            "pruning": self.pruning is not None,
+            "scheme": self.scheme not in (None, "rtn"),
+            "activations": self.activations is not None,
+            "smoothing": self.smoothing,
+            "phases": self.phases not in (None, "shared"),
+            "cache": cache,
+            "float16 cache": cache == "float16",
+            "int8 cache": cache.startswith("int8"),
+        }
+        return [name for name, value in given.items() if value]
+
+
+@dataclass(frozen=True)
+class BuildRequest(Request):
+    """A build as a caller asks for it: a recipe's keys, which override those of ``recipe``, and the fields below.
+
+    Attributes:
+        source: folder written by ``llmc export``.
+        output: bundle folder to write; a plan has none.
+        target: cpu, cuda, tensorrt or tensorrt-rtx.
+        recipe: TOML file, or its contents.
+        decoder: opens the unquantized decoder of an export on a device, for calibration; the command line passes
+            ``llmc.export.streaming.StreamedDecoder``. None: nothing is calibrated.
+        calibration: plain text, or chats as JSONL; default: the text that comes with llmc.
+        samples: windows of that text, at most; default 16.
+        length: tokens of each window; default 512, or the model's context where that is shorter.
+        draft_head: export of the draft head that the bundle gives its hidden states to.
+        stages: bytes of the box of each stage that the model is cut into, or a zero for each.
+        text: plain text, or chats as JSONL, that quality is judged on; default: a short one of llmc's.
+        memory: bytes that building may take; default: what is available.
+        force: replace an existing bundle.
+    """
+
+    source: Path
+    output: Path = Path()
+    target: str = "cpu"
+    recipe: Path | Request | None = None
+    decoder: Callable[[Path, str], Any] | None = None
+    calibration: Path | None = None
+    samples: int | None = None
+    length: int | None = None
+    draft_head: Path | None = None
+    stages: tuple[int, ...] | None = None
+    text: Path | None = None
+    memory: int | None = None
+    force: bool = False
+
+    @property
+    def name(self) -> str:
+        """The recipe's name: its file's, or default."""
+        return printable(self.recipe.stem) if isinstance(self.recipe, Path) else "default"
+
+    @property
+    def can_calibrate(self) -> bool:
+        """True if there is a decoder, and torch or a wish that takes it."""
+        return self.decoder is not None and (self.calibration_option is not None or find_spec("torch") is not None)
+
+    @property
+    def calibration_option(self) -> str | None:
+        """The first option of calibration that is given, or None."""
+        return next((name for name in ("calibration", "samples", "length") if getattr(self, name) is not None), None)
+
+    @property
+    def judged(self) -> bool:
+        """True if quality is judged on a text."""
+        return self.text is not None or bool(self.budget)
+
+    def filled(self) -> "BuildRequest":
+        """This request with what it leaves open taken from its recipe.
+        Raises UsageError: the recipe's file is broken."""
+        if self.recipe is None:
+            return self
+        return self.over(read_recipe(self.recipe) if isinstance(self.recipe, Path) else self.recipe)
+
+    def features(self, target: Capabilities) -> list[str]:
+        options = ("calibration", "samples", "length", "draft_head", "stages", "text")
+        return [*super().features(target), *(name for name in options if getattr(self, name) not in (None, ()))]
 
 
 def _collect_values(values: Any) -> dict[str, Any]:
@@ -181,37 +271,25 @@ def _read_value(hint: Any, value: Any, path: Path, key: str) -> Any:
     raise UsageError(key, f"is {format_value(value)}, expected {expected}", path=path)
 
 
-def settle(
-    asked: Request, geometry: Geometry, target: Capabilities, name: str, calibrated: bool
-) -> tuple[Recipe, Limits]:
-    """:func:`resolve` a request for a model; ``calibrated`` tells that the build can calibrate.
-    Raises UsageError: as there, or the target does not take such models."""
-    if geometry.cpu_only and target.name != "cpu":
-        why, advice = ", for its session keeps no states" if geometry.has_states else "", "build for cpu"
-        if geometry.mixtures and target.name == "tensorrt-rtx":
-            why = why or ", for its parser (1.7) takes no NonZero, by which experts find their tokens"
-        if geometry.vision:
-            why, advice = "", "llmc export --text-only leaves what sees out"
-        raise UsageError(
-            "target",
-            f"is {target.name}, and {geometry.model_type} has {geometry.cpu_only}, "
-            f"which llmc lowers for cpu alone{why}",
-            advice,
-        )
-    if geometry.encoder:
-        asked, calibrated = for_encoder(asked, target, geometry.max_positions), False
-    if geometry.diffusion:
-        asked = _for_diffusion(asked, geometry)
-    if asked.sparsity is not None and geometry.mixtures:
-        raise UsageError(
-            "sparsity", f"is given, but experts, as of {geometry.model_type}, are not pruned", "leave it out"
-        )
-    calibrated = calibrated and not geometry.head  # no text holds another model's hidden states
+def settle(request: BuildRequest, geometry: Geometry, target: Capabilities) -> tuple[Recipe, Limits]:
+    """:func:`resolve` a filled request for a model.
+    Raises UsageError: as there, or the request does not go with the model."""
+    refuse(geometry, *request.features(target))
+    kinds = kinds_of(geometry)
+    if any(kind.whole_texts for kind in kinds):
+        context = either(request.max_context, min(geometry.max_positions, WHOLE_CONTEXT))
+        chunk = context if allows(geometry, "cache") else request.prefill_chunk
+        request = replace(request, max_context=context, prefill_chunk=chunk)
+    if any(kind.one_graph for kind in kinds):
+        request = replace(request, phases=either(request.phases, "shared"))
     recipe, limits = resolve(
-        *(asked, target, geometry.max_positions, name, calibrated),
-        *(bool(geometry.coded), geometry.rotates, bool(geometry.mixtures or geometry.borrows or geometry.encoder)),
+        *(request, target, geometry.max_positions, request.name),
+        calibrated=request.can_calibrate and allows(geometry, "calibration"),
+        coded=bool(geometry.coded),
+        rotates=geometry.rotates,
+        one_graph=any(kind.float_activations for kind in kinds),
     )
-    if asked.cache is None and _halves_cache(recipe, geometry, target):
+    if request.cache is None and _halves_cache(recipe, geometry, target):
         recipe = replace(recipe, cache="float16")
     least = geometry.vision.least_chunk if geometry.vision else 1
     return recipe, replace(limits, prefill_chunk=min(limits.max_context, max(limits.prefill_chunk, least)))
@@ -224,7 +302,7 @@ def _halves_cache(recipe: Recipe, geometry: Geometry, target: Capabilities) -> b
     AVX-512 and without; a lone query of a head takes more. So it follows from the model, not from the CPU that builds.
     """
     rounds = recipe.precision in (*BITS, "source")
-    steps = not (geometry.shares or geometry.encoder or geometry.head or geometry.diffusion)
+    steps = not any(kind.float32_cache for kind in kinds_of(geometry))
     folds = steps and bool(geometry.attentions) and all(it.folds for it in geometry.attentions)
     if target.has_gpu or not (rounds and folds):
         return False
@@ -294,7 +372,7 @@ def resolve(
         prefill_chunk=min(
             context, check_between("prefill_chunk", either(request.prefill_chunk, target.chunk), 1, 65536)
         ),
-        **_room_for_adapters(request, target),
+        **_room_for_adapters(request),
     )
     recipe = Recipe(
         name=name,
@@ -319,14 +397,8 @@ def resolve(
     return recipe, limits
 
 
-def _room_for_adapters(request: Request, target: Capabilities) -> dict[str, int]:
+def _room_for_adapters(request: Request) -> dict[str, int]:
     count = check_between("adapters", either(request.adapters, 0), 0, MOST_ADAPTERS)
-    if count and target.name != "cpu":
-        raise UsageError(
-            "adapters",
-            f"is {count}, and bundles for {target.name} load none beside the model",
-            "merge them at export (llmc export --adapter), or build for cpu",
-        )
     if not count and request.rank is not None:
         raise UsageError("rank", f"is {request.rank}, and there is no room for adapters", "give --adapters, too")
     return {
@@ -361,40 +433,6 @@ def _check_source(request: Request, coded: bool) -> None:
                 f"is {getattr(request, key)!r}, but the precision is source, which keeps the checkpoint's own integers",
                 "leave it out, or build with int8 or int4, which choose them anew",
             )
-
-
-def for_encoder(request: Request, target: Capabilities, max_positions: int) -> Request:
-    """The request for a model that embeds or ranks: one graph for the CPU, weights rounded to nearest.
-    Raises UsageError: it asks for what only a model that generates has, or for another target."""
-    if target.has_gpu:
-        raise UsageError(
-            "target", f"is {target.name}, but a model that embeds or ranks is built for cpu", "leave it out"
-        )
-    names = ("activations", "cache", "budget", "adapters", "rank", "sparsity", "pruning")
-    asked = {name: getattr(request, name) for name in names}
-    asked |= {"scheme": None if request.scheme == "rtn" else request.scheme, "smoothing": request.smoothing or None}
-    asked |= {"phases": None if request.phases == "shared" else request.phases}
-    for name, value in asked.items():
-        if value is not None and value != Budget():
-            raise UsageError(
-                name,
-                f"is {format_value(value)}, but a model that embeds or ranks has one graph without a "
-                "cache, whose weights are rounded to nearest",
-                "leave it out",
-            )
-    longest = either(request.max_context, min(max_positions, ENCODER_CONTEXT))
-    return replace(request, phases="shared", max_context=longest, budget=None)
-
-
-def _for_diffusion(request: Request, geometry: Geometry) -> Request:
-    """The request for a diffusion model: one graph, whose calls of many tokens take whole sequences.
-    Raises UsageError: it asks for adapters, or for a cache in integers."""
-    for name, value in (("adapters", request.adapters), ("cache", request.cache)):
-        if value and value not in ("float32", "float16"):
-            raise UsageError(name, f"is {format_value(value)}, which no diffusion model can have", "leave it out")
-    context = either(request.max_context, min(geometry.max_positions, ENCODER_CONTEXT))
-    request = replace(request, max_context=context, prefill_chunk=context)
-    return replace(request, phases=either(request.phases, "shared"))
 
 
 def check_context(context: int, max_positions: int, advice: str = "") -> None:

@@ -32,7 +32,7 @@ FUSED, DECOMPOSED, BASIC = "fused", "decomposed", "basic"
 
 @dataclass(frozen=True)
 class EngineReport:
-    """The in-place updates of a built engine (output -> input), all that the library said, in order, and how it
+    """The in-place updates of a built engine (output -> input), all that the library logged, in order, and how it
     computes attention, as in :attr:`llmc.bundle.EngineConfig.attention`."""
 
     aliases: dict[str, str]
@@ -50,7 +50,7 @@ class _Work:
 
     @property
     def names_gpus(self) -> bool:
-        """True of TensorRT-RTX, which builds for GPUs that are named and measures nothing meanwhile."""
+        """True for TensorRT-RTX, which builds for named GPUs and measures nothing."""
         return bool(nameable_gpus(self.spec.library))
 
 
@@ -69,26 +69,26 @@ def build_engine(
     with use_flags(spec.config.flags):
         builder = make_object(spec.library, spec.library.Builder)
         network = Network(spec.library, builder, graph, model)
-        said = list(network.messages)
-        attention = _build_fused(_Work(spec, builder, network, output, profiles), said, progress)
-    return EngineReport(network.aliases(), tuple(said), attention)
+        logged = list(network.messages)
+        attention = _build_fused(_Work(spec, builder, network, output, profiles), logged, progress)
+    return EngineReport(network.aliases(), tuple(logged), attention)
 
 
-def _build_fused(work: _Work, said: list[Message], progress: Progress) -> str:
+def _build_fused(work: _Work, logged: list[Message], progress: Progress) -> str:
     """Build with one kernel for each attention, or, where the library has none, with several; which of them it was.
 
-    Collects the library's messages in ``said``.
+    Collects the library's messages in ``logged``.
     """
     attentions = work.network.refine()
     for decomposable in (False, True):
         for attention in attentions:
             attention.decomposable = decomposable
-        if _build(work, said, progress, may_decompose=decomposable):
+        if _build(work, logged, progress, may_decompose=decomposable):
             break
     return BASIC if not attentions else DECOMPOSED if decomposable else FUSED
 
 
-def _build(work: _Work, said: list[Message], progress: Progress, *, may_decompose: bool) -> bool:
+def _build(work: _Work, logged: list[Message], progress: Progress, *, may_decompose: bool) -> bool:
     """Build and write the engine; a failed build leaves no file.
 
     Returns False if an attention has no kernel of its own and must not be decomposed.
@@ -102,9 +102,9 @@ def _build(work: _Work, said: list[Message], progress: Progress, *, may_decompos
             built = monitor.watch(partial(_serialize, work, config, staged))
         failed = not built or any(message.severity == "INTERNAL_ERROR" for message in messages)
         if failed and not may_decompose and lacks_fused_attention(messages):
-            said += [Message(INFO, message.text) for message in messages]
+            logged += [Message(INFO, message.text) for message in messages]
             return False
-        said += messages
+        logged += messages
         if failed:
             raise failure(f"building {work.output.name}", messages, work.spec.config.workspace)
         check_size(staged.stat().st_size, work.network.graph)

@@ -34,7 +34,7 @@ def compiler_flags(engine_version: str, capability: str) -> str:
 
 @contextmanager
 def use_flags(flags: str) -> Iterator[None]:
-    """Let builders that are made meanwhile take ``flags``, behind those that the environment has already."""
+    """Append ``flags`` to those of the environment, for builders that are made within this context."""
     before = os.environ.get(VARIABLE)
     if flags:
         os.environ[VARIABLE] = f"{before} {flags}" if before else flags

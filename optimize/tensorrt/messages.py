@@ -62,14 +62,14 @@ def failure(what: str, messages: Sequence[Message], workspace: int | None = None
     errors = list(dict.fromkeys(message.text.strip() for message in messages if message.is_error))
     if errors and not NO_DRIVER.search(errors[0]):
         errors = [error for error in errors if not NO_DRIVER.search(error)]  # its aftermath where there is no driver
-    said = "; ".join(errors[:SAID_AT_MOST]) or "it said nothing"
-    if workspace is not None and NO_WORKSPACE.search(said):
+    reason = "; ".join(errors[:SAID_AT_MOST]) or "it said nothing"
+    if workspace is not None and NO_WORKSPACE.search(reason):
         return ResourceError(
-            f"{what} found no kernel within a workspace of {workspace} bytes: {said}; allow more with workspace in the "
-            "recipe's [engine] table, or ask for a smaller context, chunk or batch"
+            f"{what} found no kernel within a workspace of {workspace} bytes: {reason}; allow more with workspace in "
+            "the recipe's [engine] table, or ask for a smaller context, chunk or batch"
         )
-    if OUT_OF_MEMORY.search(said):
-        return ResourceError(f"{what} ran out of memory: {said}; ask for a smaller context, chunk or batch")
+    if OUT_OF_MEMORY.search(reason):
+        return ResourceError(f"{what} ran out of memory: {reason}; ask for a smaller context, chunk or batch")
     if errors and NO_DRIVER.search(errors[0]):
-        return GpuError(f"{what} needs a GPU and its driver: {said}; build on a machine with the GPU")
-    return BuildError(f"{what} failed: {said}; try another precision (--fp16, --int4), and report this")
+        return GpuError(f"{what} needs a GPU and its driver: {reason}; build on a machine with the GPU")
+    return BuildError(f"{what} failed: {reason}; try another precision (--fp16, --int4), and report this")

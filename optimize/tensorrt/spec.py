@@ -32,21 +32,13 @@ AMPERE = (8, 0)
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """An engine to be built, everything resolved.
+    """An engine to be built, everything resolved."""
 
-    Attributes:
-        library: the module tensorrt or tensorrt_rtx; None where building is left to another machine.
-        version: of the library; none where there is none.
-        gpu: the GPU here, None where there is none.
-        config: what the manifest will say of the engine, as yet without its files.
-        sparse: weights are pruned to 2:4, for which the library may choose sparse kernels.
-    """
-
-    library: Any
-    version: str
-    gpu: Device | None
-    config: EngineConfig
-    sparse: bool = False
+    library: Any  # the module tensorrt or tensorrt_rtx; None where building is left to another machine
+    version: str  # of the library; none where there is none
+    gpu: Device | None  # the GPU here, None where there is none
+    config: EngineConfig  # what the manifest will say of the engine, as yet without its files
+    sparse: bool = False  # weights are pruned to 2:4, for which the library may choose sparse kernels
 
 
 def resolve_engine(
@@ -118,8 +110,8 @@ def bucket_sizes(max_context: int) -> tuple[int, ...]:
 def _compute_capabilities(
     asked: str | None, library: Any, target: Capabilities, wanted: set[str], here: Device | None
 ) -> tuple[str, ...]:
-    """The GPUs to build for, none for the library's own choice, which is all from Ampere on; one ``here`` that is older
-    is among them, if it has what is wanted."""
+    """Compute capabilities to build for; none leaves the choice to the library (Ampere and newer). An older GPU
+    ``here`` is added if it supports what is asked."""
     known = nameable_gpus(library) if library is not None else ()
     possible = tuple(gpu for gpu in known if wanted.isdisjoint(list_absent_precisions(target.name, gpu)))
     if asked is None:
@@ -164,7 +156,7 @@ def _warn_of_other(gpu: Device, config: EngineConfig, library: Any, target: Capa
 
 
 def _refuse_old(target: Capabilities, gpu: Device | None, wanted: set[str]) -> None:
-    """Refuse a GPU here, which the engine is for, without one of the precisions."""
+    """Refuse to build if the GPU here, which the engine is for, lacks one of the precisions."""
     if gpu is None:
         return
     for precision, first in list_absent_precisions(target.name, gpu.compute_capability).items():

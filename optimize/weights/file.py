@@ -66,7 +66,7 @@ class WeightFile:
         return [self._tensors[name] for name in names]
 
     def view(self, tensor: ir.ExternalTensor, shape: Sequence[int], part: int = 0) -> ir.ExternalTensor:
-        """The same bytes in another shape, for an operator that wants them so, or of a stack those of one part."""
+        """The same bytes in another shape, as an operator wants them, or the bytes of one part of a stack."""
         name, length = f"{tensor.name}.{'x'.join(map(str, shape))}", int(prod(shape) * tensor.dtype.itemsize)
         name += f".{part}" if length < (tensor.length or 0) else ""
         return self._reference(name, (tensor.offset or 0) + part * length, length, tensor.dtype, shape)

@@ -93,7 +93,7 @@ def _load(folder: Path, part: str) -> Arrays:
 
 
 def keep_codes(tensor: CodedTensor, grid: Grid) -> Quantized:
-    """A matrix's own integers on a grid whose blocks lie within theirs, which have their scales and zero points."""
+    """A matrix's own integers on a grid with smaller blocks, with the scales and zero points of the larger ones."""
     codes, scales, zeros, offsets = tensor.read()
     inputs = codes.shape[1]
     of_block = np.arange(grid.groups(inputs)) * grid.width(inputs) // tensor.kind.block
@@ -153,7 +153,7 @@ class Calibrated:
         return not changed and tensor.name not in self._pruning.tensors and grid.holds(tensor.kind, inputs)
 
     def chosen_for_prompts(self, tensors: Sequence[str], grid: Grid) -> Quantized | None:
-        """The integers that calibration chose for stacked matrices of W8A8's graph; None if for some it chose none."""
+        """Integers that calibration chose for stacked matrices of the W8A8 graph; None if some have none."""
         parts = [self.chosen(tensor, grid, PROMPTS) for tensor in tensors]
         matrices = [part for part in parts if part is not None]
         return stack(matrices) if len(matrices) == len(parts) else None

@@ -20,6 +20,7 @@ from weights import BLOCK, SPEC, WEIGHTS, random_values
 
 from llmc.bundle import Manifest, read_bundle, write_manifest
 from llmc.export import export
+from llmc.optimize.recipe import BuildRequest
 from llmc.runtime import load
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -113,9 +114,8 @@ def build_unjudged(source: Path, output: Path, precision: str, context: int) -> 
         return manifest
 
     with mock.patch.object(builder, "judge_decoder", publish):
-        builder.build(
-            source, output, target="cuda", precision=precision, max_context=context, max_batch=ROWS, force=True
-        )
+        limits = {"max_context": context, "max_batch": ROWS}
+        builder.build(BuildRequest(source, output, target="cuda", precision=precision, force=True, **limits))
 
 
 def write_golden(bundle: Path, context: int, steps: int = STEPS) -> None:

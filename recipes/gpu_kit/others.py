@@ -15,6 +15,7 @@ def rtx() -> None:
     """Build and run a tiny bundle; a refusal of this GPU is a result, too."""
     from llmc.errors import LlmcError
     from llmc.optimize.build import build
+    from llmc.optimize.recipe import BuildRequest
     from llmc.runtime import load
     from llmc.runtime.sessions.tensorrt import library
 
@@ -27,7 +28,14 @@ def rtx() -> None:
     ids, wanted = known["ids"].tolist(), known["logits"]
     try:
         build(
-            WORK / "export", WORK / "rtx-built", target="tensorrt-rtx", precision="fp16", max_context=1024, force=True
+            BuildRequest(
+                WORK / "export",
+                WORK / "rtx-built",
+                target="tensorrt-rtx",
+                precision="fp16",
+                max_context=1024,
+                force=True,
+            )
         )
         report(build="published")
         with load(WORK / "rtx-built", self_test=False) as model:

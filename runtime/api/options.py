@@ -1,11 +1,12 @@
 """Options of an engine."""
 
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
 from llmc.bundle import Invariance, Manifest
+from llmc.bundle.model.kinds import kinds_of
 from llmc.errors import UsageError
 from llmc.runtime.sampling.ranges import Range, integer, one_of, optional
 from llmc.runtime.tools.formats import FORMATS
@@ -68,9 +69,6 @@ class EngineOptions:
             )
 
 
-PREFIX_OPTIONS = sorted(option.name for option in fields(EngineOptions) if option.name.startswith("prefix_cache"))
-
-
 def _is_path(value: object) -> bool:
     return isinstance(value, str | os.PathLike) and str(value) not in ("", ".")
 
@@ -92,7 +90,7 @@ _RANGES = {
 
 def check_level(manifest: Manifest, level: Determinism) -> None:
     """Refuse a level of determinism that the bundle's arithmetic did not keep when it was built."""
-    if level is Determinism.FAST or manifest.geometry.diffusion:  # a diffusion call has one request
+    if level is Determinism.FAST or any(kind.whole_texts for kind in kinds_of(manifest.geometry)):
         return
     decode = manifest.graphs["decode"].invariance
     prefill = manifest.graphs["prefill"].invariance

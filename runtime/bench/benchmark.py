@@ -12,6 +12,7 @@ import numpy as np
 
 from llmc import __version__
 from llmc.bundle import read_bundle
+from llmc.bundle.model.kinds import refuse
 from llmc.errors import LlmcError, UsageError
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import Delta
@@ -77,12 +78,7 @@ def benchmark(
     folder = Path(bundle)
     manifest = read_bundle(folder)
     context = manifest.limits.max_context
-    if manifest.geometry.diffusion:
-        raise UsageError(
-            "bundle",
-            f"{folder} fills masks, block by block, so it has no prefill and decode to time",
-            f"llmc run {folder} --stats shows how fast an answer came",
-        )
+    refuse(manifest.geometry, "timing")
     if prompt_length < 1 or new_tokens < 2 or repeats < 1 or prompt_length + new_tokens > context:
         raise UsageError(
             "prompt_length",

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from llmc.bundle import DeviceMemory, MemoryPlan
+from llmc.bundle import MemoryPlan
 from llmc.runtime.api.options import DECODE_STEPS_PER_CHUNK, Determinism, EngineOptions
 from llmc.runtime.engine.branch import Branch, BranchGroup, RequestState, SamplerOutput
 from llmc.runtime.kv.budget import CacheBudget, next_capacity
@@ -109,7 +109,7 @@ class Scheduler:
         max_context: int,
         budget: CacheBudget,
         options: EngineOptions,
-        plan: MemoryPlan | DeviceMemory,
+        plan: MemoryPlan,
         guarded: Callable[[RequestState], AbstractContextManager[None]],
         prefixes: PrefixCache | None = None,
     ) -> None:
@@ -143,7 +143,7 @@ class Scheduler:
 
     def _cache_bytes(self, positions: int, rows: int = 1) -> int:
         parts = self._plan.parts(positions, rows)
-        return parts["cache"] + parts.get("states", 0)
+        return parts.get("cache", 0) + parts.get("states", 0)
 
     # ------------------------------------------------------------------------------------------ admission
 

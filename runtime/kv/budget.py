@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from llmc.bundle import DeviceMemory, EngineConfig, Limits, Manifest, MemoryPlan
+from llmc.bundle import EngineConfig, Limits, Manifest, MemoryPlan
 from llmc.errors import ResourceError
 from llmc.runtime.host.machine import available_memory, resident_bytes, saturates
 
@@ -197,7 +197,9 @@ def plan_run(plan: MemoryPlan, limits: Limits, context: int | None = None, batch
     rows; what is reserved beyond takes no memory before it is written."""
     context = limits.max_context if context is None else context
     parts = plan.parts(context, batch)
-    return MemoryEstimate("run", parts, context, batch, limits, plan.total, per_layer_table=plan.per_layer_table)
+    return MemoryEstimate(
+        "run", parts, context, batch, limits, plan.total, per_layer_table=plan["per-layer table"].fixed
+    )
 
 
 def plan_load(manifest: Manifest, context: int | None = None, batch: int = 1) -> MemoryEstimate:
@@ -205,7 +207,7 @@ def plan_load(manifest: Manifest, context: int | None = None, batch: int = 1) ->
     return plan_run(manifest.memory, manifest.limits, context, batch)
 
 
-def plan_device(plan: DeviceMemory, limits: Limits, context: int | None = None, batch: int = 1) -> MemoryEstimate:
+def plan_device(plan: MemoryPlan, limits: Limits, context: int | None = None, batch: int = 1) -> MemoryEstimate:
     """The GPU's memory that a bundle takes, with ``context`` (default: the longest) positions in each row."""
     context = limits.max_context if context is None else context
     return MemoryEstimate(GPU, plan.parts(context, batch), context, batch, limits, plan.total)
@@ -221,7 +223,7 @@ def check_load(folder: Path, manifest: Manifest, context: int, memory: int | Non
     plan = plan_load(manifest, tokens)
     if (opening := opening_bytes(manifest)) > plan.total:
         plan = replace(plan, parts={"opening": opening}, needed=lambda context, rows: opening)
-    plan.check(folder, usable_memory(manifest.memory.engine, memory))
+    plan.check(folder, usable_memory(manifest.memory["engine"].fixed, memory))
 
 
 def opening_bytes(manifest: Manifest) -> int:
@@ -229,7 +231,8 @@ def opening_bytes(manifest: Manifest) -> int:
     if manifest.device is not None or manifest.recipe.activations == "none" or not saturates():
         return 0
     plan = manifest.memory
-    return int(plan.engine + plan.tokenizer + plan.weights + CONVERSION * manifest.graphs["prefill"].weight_bytes)
+    held = sum(plan[name].fixed for name in ("engine", "tokenizer", "weights"))
+    return int(held + CONVERSION * manifest.graphs["prefill"].weight_bytes)
 
 
 def usable_memory(held: int, memory: int | None = None) -> int:

@@ -6,33 +6,33 @@ from typing import TYPE_CHECKING
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmc import __version__
 from llmc.errors import LlmcError
-from llmc.runtime.server import ollama, page
-from llmc.runtime.server.anthropic import messages
+from llmc.runtime.server import page
+from llmc.runtime.server.dialects import anthropic, completions, embeddings, models, ollama, openai_chat, responses
+from llmc.runtime.server.http.call import call_of
 from llmc.runtime.server.http.errors import OPENAI_ERRORS, ApiError, from_llmc, no_route, response
-from llmc.runtime.server.http.ignored import name_ignored
 from llmc.runtime.server.http.validation import api_error, document_bodies, no_query
 from llmc.runtime.server.models import admin, health
 from llmc.runtime.server.models.metrics import HttpMetrics
 from llmc.runtime.server.models.service import Service
-from llmc.runtime.server.openai import chat, completions, embeddings, models, responses
 from llmc.runtime.server.upstream import Upstream
 
 if TYPE_CHECKING:
     from llmc.runtime.server.config import ServerConfig
-    from llmc.runtime.server.models.pool import ModelPool
+    from llmc.runtime.server.models.pool import Pool
 
 # In the order in which /docs lists them.
 ROUTERS = (
-    chat.router,
+    openai_chat.router,
     completions.router,
     responses.router,
-    messages.router,
+    anthropic.router,
     ollama.router,
     embeddings.router,
     models.router,
@@ -40,7 +40,7 @@ ROUTERS = (
 )
 
 
-def make_app(config: "ServerConfig", pool: "ModelPool") -> FastAPI:
+def make_app(config: "ServerConfig", pool: "Pool") -> FastAPI:
     """The application over these models; keys and limits stand around it, see :mod:`llmc.runtime.server.http.guarded`.
     ``pool``: the models; whoever made it closes it."""
     # docs_url: the interactive pages of FastAPI fetch scripts from elsewhere.
@@ -67,6 +67,20 @@ def make_app(config: "ServerConfig", pool: "ModelPool") -> FastAPI:
         for operation in operations.values():
             operation["responses"].pop("422", None)  # FastAPI's own, which is never sent: it is 400 here
     return app
+
+
+def name_ignored(app: ASGIApp) -> ASGIApp:
+    """Name the call's ignored parameters in a header of its answer."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start" and (ignored := call_of(scope).ignored):
+                MutableHeaders(scope=message)["x-llmc-ignored"] = ", ".join(ignored)
+            await send(message)
+
+        await app(scope, receive, send_named)
+
+    return call
 
 
 def answer_heads(app: ASGIApp) -> ASGIApp:

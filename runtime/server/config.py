@@ -20,7 +20,7 @@ from llmc.errors import UsageError, format_name, format_value
 from llmc.runtime.api import DRAFT_WORDS
 from llmc.strict import parse_toml, read_bytes
 
-# Of any setting; larger ones are no float, or no time that a system can wait for.
+# The largest number and time of any setting: floats, and the system's waits, hold no more.
 LARGEST, MOST_SECONDS = 1 << 63, 1e9
 MOST_CONFIG = 1 << 20  # bytes of the file; one with every key has some two thousand
 # Beyond the schemes of the web, what browsers send for pages of extensions, and "null" for pages without an address.
@@ -408,7 +408,7 @@ def _read_named_paths(value: Any) -> Mapping[str, Path] | None:
     return paths if len(paths) == len(value) else None  # a plain one, which can be pickled
 
 
-# What each kind makes of a value, None of one that it cannot be.
+# Readers of values by kind; each returns None for a value of another kind.
 _TAKEN: Mapping[str, Any] = {
     "flag": lambda value: value if type(value) is bool else None,
     "integer": lambda value: value if type(value) is int and abs(value) < LARGEST else None,

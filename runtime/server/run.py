@@ -19,19 +19,18 @@ from llmc.errors import GpuError, LlmcError, UsageError
 from llmc.runtime.observe.logs import event
 from llmc.runtime.server.app import make_app
 from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.dialects.socket import Sockets
 from llmc.runtime.server.http.guarded import Guarded, uvicorn_options
 from llmc.runtime.server.http.logs import RequestLog, log_to_stderr
-from llmc.runtime.server.models.pool import ModelPool
-from llmc.runtime.server.openai.socket import Sockets
+from llmc.runtime.server.models.pool import Pool
 from llmc.runtime.server.supervisor import describe_reload, inherit_sockets, notify, watchdog_s
-from llmc.runtime.server.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections that the kernel accepts before we do
 # After drain_s requests are told that the engine was closed; so long their answers may take to go out.
 FAREWELL_S = 5
-# What closing models may take beyond: a load that is under way in a library cannot be interrupted.
+# Seconds to close models after that: a load under way in a library cannot be interrupted.
 CLOSE_S = 10.0
 WATCH_S = 1.0  # between two looks whether the models' GPU is still there
 SOCKET_MODE = 0o660  # owner and group; whoever may write to a Unix socket may use the service
@@ -48,32 +47,27 @@ def serve(config: ServerConfig) -> None:
     """
     with log_to_stderr(config.log_format):
         options, formats = config.load_options, config.tool_formats
-        pool = ModelPool(config.models, memory=config.memory, load_options=options, tool_formats=formats)
-        app = make_app(config, pool)
-        run(config, pool, Guarded(app, config), app.state.upstream)
+        pool = Pool(config.models, memory=config.memory, load_options=options, tool_formats=formats)
+        run(config, pool, Guarded(make_app(config, pool), config))
 
 
 class Models(Protocol):
-    """Holder of the models, as far as the server's life depends on it: a :class:`ModelPool`, or a fleet of them."""
+    """The holder of the models: a :class:`Pool`, which says what its methods do, or a fleet."""
 
     lost: GpuError | None
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all models."""
+    def names(self) -> tuple[str, ...]: ...
 
-    async def warm(self, *names: str) -> None:
-        """Load what is to be loaded before anybody asks: these models, or the first."""
+    async def warm(self, *names: str) -> None: ...
 
-    async def refresh(self) -> dict[str, Exception | None]:
-        """Swap what was published anew."""
+    async def refresh(self) -> dict[str, Exception | None]: ...
 
-    async def close(self, drain: bool = True) -> None:
-        """End all of it."""
+    async def close(self, drain: bool = True) -> None: ...
 
 
-def run(config: ServerConfig, models: Models, app: Guarded, upstream: Upstream | None = None) -> None:
-    """Serve an application until a signal ends it; see :func:`serve`. The address of its ``upstream`` is checked.
+def run(config: ServerConfig, models: Models, app: Guarded) -> None:
+    """Serve an application until a signal ends it; see :func:`serve`.
 
     Raises:
         what :func:`serve` raises.
@@ -81,7 +75,7 @@ def run(config: ServerConfig, models: Models, app: Guarded, upstream: Upstream |
     logged = RequestLog(app, bodies=config.log_prompts)
     options = _uvicorn_config(config, Sockets(logged, config))
     with open_sockets(config) as sockets:
-        server = Server(options, models, config, app.reload, upstream)
+        server = Server(options, models, config, app.reload)
         for address in map(_url(config), sockets):
             event(log, "listening", address=address)
         server.run(sockets)
@@ -113,19 +107,13 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self,
-        options: uvicorn.Config,
-        pool: Models,
-        config: ServerConfig,
-        reload_keys: Callable[[], None],
-        upstream: Upstream | None = None,
+        self, options: uvicorn.Config, pool: Models, config: ServerConfig, reload_keys: Callable[[], None]
     ) -> None:
         super().__init__(options)
         self.failure: LlmcError | None = None
         self._pool = pool
         self._settings = config
         self._reload_keys = reload_keys
-        self._upstream = upstream
         self._tasks: set[asyncio.Task[None]] = set()
         self._reload_asked = asyncio.Event()
 
@@ -136,8 +124,6 @@ class Server(uvicorn.Server):
         self._start_task(self._warm())
         self._start_task(self._watch())
         self._start_task(self._reload_when_asked())
-        if self._upstream is not None:
-            self._start_task(self._upstream.check_base())
         try:
             await super().serve(sockets)
         finally:

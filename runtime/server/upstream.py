@@ -25,20 +25,17 @@ from starlette.types import Scope
 from llmc import __version__
 from llmc.errors import ContextError, LlmcError, QueueFullError, ResourceError, UsageError
 from llmc.runtime.server.config import MODEL_NAME, ServerConfig
-from llmc.runtime.server.http.accounts import CLIENT, allows_model, owe, spend
+from llmc.runtime.server.dialects.completions import MOST_PROMPTS
 from llmc.runtime.server.http.arrival import PARSED, value_of
-from llmc.runtime.server.http.aside import aside
 from llmc.runtime.server.http.bodies import list_texts
+from llmc.runtime.server.http.call import call_of
 from llmc.runtime.server.http.errors import ApiError, from_llmc, response
 from llmc.runtime.server.http.guarded import ANSWERED_BY
-from llmc.runtime.server.http.ignored import forget_ignored
 from llmc.runtime.server.http.keys import read_upstream_key
-from llmc.runtime.server.http.logs import note
 from llmc.runtime.server.http.streams import EventStream, encode_json, event, unless_gone
 from llmc.runtime.server.http.validation import declares_json
 from llmc.runtime.server.models.metrics import HttpMetrics
 from llmc.runtime.server.models.service import Service
-from llmc.runtime.server.openai.completions import MOST_PROMPTS
 
 log = logging.getLogger(__name__)
 
@@ -91,21 +88,6 @@ class Upstream:
         self._refusals = count("llmc_upstream_refusals", "Requests that a rule keeps here.", ("reason", "rule"))
         self._failures = count("llmc_upstream_failures", "Requests that the upstream failed.", ("reason", "failure"))
 
-    async def check_base(self) -> None:
-        """Log it where the upstream's models are listed behind ``/v1`` of the address alone. One that cannot be asked
-        now may be there for requests, whose failures are told with them."""
-        if not (self._base.endswith("/v1") or await self._lists_models("")) and await self._lists_models("/v1"):
-            log.warning("upstream lists its models at /v1/models of the address alone; give it with /v1 at the end")
-
-    async def _lists_models(self, below: str) -> bool:
-        url, patience = f"{self._base}{below}/models", self._config.upstream_timeout_s
-        try:
-            request = {"headers": self._key_headers(""), "timeout": patience}
-            async with self._make_client() as client, client.stream("GET", url, **request) as answer:
-                return answer.status_code == 200 and _media(answer) == JSON  # whose list may have no end
-        except (httpx.HTTPError, httpx.InvalidURL, UsageError):
-            return False
-
     # ------------------------------------------------------------------------------------------ which requests go there
 
     async def claim(self, request: Request) -> None:
@@ -114,12 +96,13 @@ class Upstream:
         path, body = request.scope["path"], request.scope.get(PARSED)
         if path not in ROUTES or not isinstance(body, dict) or not declares_json(request) or _is_local_only(request):
             return
+        client = call_of(request.scope).client
         try:
             if type(body.get("model")) is str:
-                self._service.name(body["model"])
+                self._service.find(client, body["model"])
         except ApiError as error:
             if path == "/v1/completions" and _reason_of(error) == "model":
-                spend(requests=len(list_texts("prompt", body.get("prompt"), MOST_PROMPTS)) - 1)
+                client.spend(requests=len(list_texts("prompt", body.get("prompt"), MOST_PROMPTS)) - 1)
             raise
 
     async def answer(self, request: Request, error: ApiError | LlmcError) -> Response:
@@ -127,14 +110,14 @@ class Upstream:
         refusal, reason = from_llmc(error), _reason_of(error)
         if reason is None or request.scope["path"] not in ROUTES:
             return response(request.scope, refusal)
-        body = await aside(partial(value_of, await request.body()))
+        body = await call_of(request.scope).aside(partial(value_of, await request.body()))
         if rule := self._keep(request, body, reason, refusal):
             self._refusals.labels(reason, rule).inc()
             return response(request.scope, refusal)
         try:
             return await self._ask(request, body, reason)
         except ApiError as failure:
-            self._count_failure(reason, failure)
+            self._count_failure(request.scope, reason, failure)
             return response(request.scope, failure)
 
     def _keep(self, request: Request, body: dict[str, Any], reason: str, refusal: ApiError) -> str:
@@ -144,8 +127,10 @@ class Upstream:
             return "local_only"
         if self._via in _list_passed(request):  # the upstream is this service, or has it as its own
             return "loop"
-        if reason == "model" and not (MODEL_NAME.fullmatch(body["model"]) and allows_model(body["model"])):
-            return "model"
+        if reason == "model":
+            asked = body["model"]
+            if not (MODEL_NAME.fullmatch(asked) and call_of(request.scope).client.allows(asked)):
+                return "model"
         if path == "/v1/responses" and (kept := _find_kept(body)):
             refusal.param = kept
             refusal.message += f"; the upstream cannot answer either, which knows nothing of {kept}: leave it out"
@@ -159,12 +144,13 @@ class Upstream:
     # ------------------------------------------------------------------------------------------ there and back
 
     async def _ask(self, request: Request, body: dict[str, Any], reason: str) -> Response:
-        content, asked = await request.body(), body.get("model") or self._service.name(None)
+        call = call_of(request.scope)
+        content, asked = await request.body(), body.get("model") or self._service.find(call.client, None)
         name = self._names.get(asked, asked)
         if name != body.get("model"):
-            content = (await aside(partial(encode_json, {**body, "model": name}))).encode()
-        note(model=asked, upstream_model=name, upstream_reason=reason)
-        forget_ignored()
+            content = (await call.aside(partial(encode_json, {**body, "model": name}))).encode()
+        call.note(model=asked, upstream_model=name, upstream_reason=reason)
+        call.ignored.clear()  # the upstream gets them all
         until = time.monotonic() + (self._config.request_deadline_s or math.inf)
         meter = Meter(len(content))
         try:
@@ -183,13 +169,13 @@ class Upstream:
                     whole = await unless_gone(request.receive, _read_whole(pieces, meter))
                     found = Response(whole, answer.status_code, headers, media_type=JSON)
                     if answer.is_success:
-                        owe(meter.tokens)
+                        call.client.owe(meter.tokens)
         except ApiError as failure:
             if not isinstance(failure, UpstreamError):  # the client left, and what it asked for is computed
-                owe(meter.tokens)
+                call.client.owe(meter.tokens)
             raise
         self._answers.labels(reason, str(answer.status_code)).inc()
-        note(answered_by="upstream")
+        call.note(answered_by="upstream")
         return found
 
     async def _open(self, request: Request, content: bytes, until: float, held: AsyncExitStack) -> httpx.Response:
@@ -252,16 +238,16 @@ class Upstream:
             meter.ended = True
             yield bytes(waiting)
         except UpstreamError as failure:
-            self._count_failure(reason, failure)
+            self._count_failure(scope, reason, failure)
             yield _last_event(scope, failure)
         finally:
-            owe(meter.tokens)
+            call_of(scope).client.owe(meter.tokens)
 
-    def _count_failure(self, reason: str, failure: ApiError) -> None:
+    def _count_failure(self, scope: Scope, reason: str, failure: ApiError) -> None:
         """Count and log a failure of the upstream's; that its client is gone is none."""
         if isinstance(failure, UpstreamError):
             self._failures.labels(reason, failure.kind).inc()
-            note(upstream_failure=failure.kind)
+            call_of(scope).note(upstream_failure=failure.kind)
             shown = isinstance(failure.__cause__, httpx.ConnectError | UsageError)  # others may quote what is sent
             log.warning("%s%s", failure.message, f" ({failure.__cause__})" if shown else "")
 
@@ -313,9 +299,9 @@ def _list_passed(request: Request) -> list[str]:
 
 def _is_local_only(request: Request) -> bool:
     """True if the client's key or a header says that nothing may leave; any value but ``false`` says so."""
-    client = CLIENT.get()
+    key = call_of(request.scope).client.key
     said = any(value.strip().lower() != "false" for value in request.headers.getlist(LOCAL_ONLY))
-    return said or (client is not None and client.key is not None and client.key.local_only)
+    return said or (key is not None and key.local_only)
 
 
 def _find_kept(body: dict[str, Any]) -> str | None:

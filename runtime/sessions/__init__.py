@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmc.bundle import STAGE_FOLDER, Manifest, Target
+from llmc.bundle import STAGE_FOLDER, Manifest, Part, Target
 from llmc.errors import BundleError, UsageError
 from llmc.runtime.sessions.base import Batch, Phase, Session
 
@@ -65,13 +65,8 @@ def emulate_target(manifest: Manifest) -> Manifest:
     """The manifest of a GPU's bundle as if it were for the CPU, so that its graph is run there: slow, to check it."""
     if manifest.device is None:
         return manifest
-    # The cache lies in this process.
-    memory = replace(
-        manifest.memory,
-        weights=EMULATED_BYTES * manifest.source.parameters,
-        workspace=manifest.device.workspace,
-        cache_per_token=manifest.device.cache_per_token,
-        window_per_token=0,
-    )
+    # Graph and cache lie in this process.
+    weights, graph = Part("weights", EMULATED_BYTES * manifest.source.parameters), ("workspace", "cache")
+    memory = manifest.memory.add(weights, *(part for part in manifest.device.uses if part.name in graph))
     target = Target(manifest.target.name, "onnxruntime", manifest.target.engine_version, EMULATOR)
     return replace(manifest, target=target, memory=memory, device=None)

@@ -5,14 +5,13 @@ The last stage, whose logits are many, runs in the engine's own process, those b
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import BUNDLE_MANIFEST, STAGE_FOLDER, Manifest, MemoryPlan, Stage, read_bundle, sha256_file
+from llmc.bundle import BUNDLE_MANIFEST, STAGE_FOLDER, Manifest, Stage, read_bundle, sha256_file
 from llmc.bundle.model.cache import CacheKind
 from llmc.errors import BundleError
 from llmc.runtime.kv.cache import KVCache, Layout, Values, tensors_of
@@ -63,8 +62,7 @@ def find_stages(folder: Path, manifest: Manifest) -> dict[int, Manifest | None]:
 
 def plan_together(manifest: Manifest, stages: Mapping[Path, Manifest]) -> Manifest:
     """The manifest of the last stage with the memory of all, in one process."""
-    plans = (stage.memory for stage in stages.values())
-    return replace(manifest, memory=reduce(MemoryPlan.add_stage, plans, manifest.memory))
+    return replace(manifest, memory=manifest.memory.add_stages(stage.memory for stage in stages.values()))
 
 
 def pack(hidden: NDArray[np.float32]) -> Wire:

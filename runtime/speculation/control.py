@@ -102,7 +102,7 @@ class DraftLength:
         return self._choose_length(LONGEST, rows)[0]
 
     def keep(self, had: int, rows: int = 1) -> int:
-        """How many of ``had`` drafts to verify, the first ones; report them by :meth:`note_verified`."""
+        """Number of the ``had`` drafts to verify, the first ones; report them by :meth:`note_verified`."""
         length, stake = self._choose_length(had, rows)
         if length:
             self._staked = stake

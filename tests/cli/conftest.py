@@ -18,6 +18,7 @@ from llmc.runtime.selftest import VerifyReport
 
 if TYPE_CHECKING:
     from llmc.optimize.build import BuildReport
+    from llmc.optimize.recipe import BuildRequest
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,10 @@ class FakeLibrary:
         self.verified: list[dict[str, Any]] = []
         self.exported: list[tuple[Path, Path]] = []
 
-    def build(self, source: Path, output: Path, *, progress: Any, **options: Any) -> "BuildReport":
+    def build(self, request: "BuildRequest", progress: Any) -> "BuildReport":
         progress("lowering")
-        self.built.append({"source": source, "output": output, "there": source.is_dir(), **options})
-        return self._report(output)
+        self.built.append({"there": request.source.is_dir(), **vars(request)})
+        return self._report(request.output)
 
     def rebuild(self, source: Path, output: Path, *, progress: Any, **options: Any) -> "BuildReport":
         progress("building the engine", 0.5)

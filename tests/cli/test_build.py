@@ -9,7 +9,7 @@ import pytest
 
 import llmc as llmc_package
 from llmc import bundle
-from llmc.optimize.recipe.engine import EngineRequest
+from llmc.optimize.recipe import BuildRequest
 
 
 @pytest.fixture
@@ -18,25 +18,6 @@ def checkpoint(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     return folder
-
-
-DEFAULTS = {
-    "target": "cpu",
-    "precision": None,
-    "small": False,
-    "max_context": None,
-    "max_batch": None,
-    "adapters": None,
-    "rank": None,
-    "stages": None,
-    "head": None,
-    "budget": bundle.Budget(),
-    "recipe": None,
-    "text": None,
-    "memory": None,
-    "force": False,
-    "engine": EngineRequest(),
-}
 
 
 @pytest.mark.parametrize(
@@ -59,10 +40,8 @@ def test_help_names_every_recipe(llmc):
 def test_defaults_are_the_librarys(llmc, library: Any, export_folder: Path, tmp_path: Path):
     assert llmc("build", export_folder, "-o", tmp_path / "out").code == 0
     [built] = library.built
-    calibration = built.pop("calibration")
-    assert (calibration.text, calibration.samples, calibration.length) == (None, None, None)
-    assert [calibration.windows(longest) for longest in (4096, 100)] == [(16, 512), (16, 100)]
-    assert built == {"source": export_folder, "output": tmp_path / "out", "there": True, **DEFAULTS}
+    assert built.pop("there") and built.pop("decoder") is not None
+    assert BuildRequest(**built) == BuildRequest(export_folder, tmp_path / "out")
     assert library.exported == []
 
 
@@ -71,7 +50,14 @@ def test_options_reach_the_library_under_their_own_names(llmc, library: Any, exp
     recipe.write_text("")
     options = ["--max-context", 64, "--max-batch", 2, "--recipe", recipe, "--force", "--target", "x"]
     llmc("build", export_folder, "-o", "out", "--int4", "--small", *options)
-    asked = {"precision": "int4", "small": True, "max_context": 64, "max_batch": 2, "recipe": recipe, "force": True}
+    asked = {
+        "precision": "int4",
+        "phases": "shared",
+        "max_context": 64,
+        "max_batch": 2,
+        "recipe": recipe,
+        "force": True,
+    }
     assert library.built[0].items() >= {**asked, "target": "x"}.items()
 
 
@@ -93,8 +79,7 @@ def test_a_budget_and_a_calibration_reach_the_library(llmc, library: Any, export
     [built] = library.built
     assert built["budget"] == bundle.Budget(0.05, 0.9, 0.02)
     assert built["text"] == tmp_path / "judge.txt"
-    calibration = built["calibration"]
-    assert (calibration.text, calibration.samples, calibration.length) == (tmp_path / "mine.txt", 3, 77)
+    assert (built["calibration"], built["samples"], built["length"]) == (tmp_path / "mine.txt", 3, 77)
 
 
 # ---------------------------------------------------------------------------------------------------- sizes and recipes

@@ -9,9 +9,9 @@ from typing import Any
 import click
 import pytest
 from doubles.machines import NO_GPU, RTX_4090
-from doubles.plans import FULL
+from doubles.plans import FULL, plan_of
 
-from llmc.bundle import DeviceMemory, EngineConfig, Manifest, Profile, Target, write_manifest
+from llmc.bundle import EngineConfig, Manifest, Profile, Target, write_manifest
 from llmc.cli.build import build_command
 from llmc.errors import GpuError
 from llmc.optimize.recipe.engine import EngineRequest
@@ -20,7 +20,7 @@ from llmc.runtime.host.machine import Available
 
 MB = 1_000_000
 NOT_BUILT = {"file": ""}
-MEMORY = DeviceMemory(context=400 * MB, weights=50 * MB, workspace=30 * MB, cache_per_token=1 * MB, logits=2 * MB)
+MEMORY = plan_of(context=400 * MB, weights=50 * MB, workspace=30 * MB, cache_per_token=1 * MB, logits=2 * MB)
 PLAN = dataclasses.replace(FULL, decode=Profile(4, 1, 1))
 
 
@@ -60,7 +60,7 @@ def test_target_and_precision_reach_the_library(
 ):
     assert llmc("build", export_folder, "-o", "out", "--target", target, f"--{precision}").code == 0
     [built] = library.built
-    assert (built["target"], built["precision"], built["engine"]) == (target, precision, EngineRequest())
+    assert (built["target"], built["precision"], built["engine"]) == (target, precision, None)
 
 
 def test_every_choice_of_the_engine_reaches_the_library(llmc: Any, library: Any, export_folder: Path):
@@ -118,7 +118,7 @@ def test_choices_that_a_rebuild_does_not_look_at_are_refused(
 ):
     (tmp_path / "notes.txt").write_text("words")
     value = tmp_path / VALUES[option.name] if option.name in VALUES else "2"
-    value = export_folder if option.name == "head" else value
+    value = export_folder if option.name == "draft_head" else value
     flag = option.opts[-1]
     ran = llmc("build", "--rebuild", export_folder, flag, *([] if option.is_flag else [value]))
     assert (ran.code, library.rebuilt) == (2, [])

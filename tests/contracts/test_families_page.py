@@ -2,6 +2,7 @@
 
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,12 @@ from doubles.geometries import uniform
 from doubles.refusals import about
 
 from llmc.bundle import Geometry
+from llmc.bundle.model.encoder import Encoder
+from llmc.bundle.model.kinds import refuse
 from llmc.errors import BuildError, UsageError
 from llmc.export.families import FAMILIES
 from llmc.optimize.lower.onnxruntime.attention import check_head_sizes
-from llmc.optimize.recipe import Request, for_encoder
+from llmc.optimize.recipe import Request
 from llmc.optimize.targets import TARGETS
 
 RUN, BUILT, REFUSED = "●", "○", "no"
@@ -73,7 +76,8 @@ def test_models_that_embed_are_refused_where_the_table_says_no(rows, target):
     [row] = [row for row in rows[1:] if not names(row[0])]
     [cell] = [cell for head, cell in zip(rows[0], row, strict=True) if target in names(head)]
     with pytest.raises(UsageError, check=about("target")) if cell == REFUSED else nullcontext():
-        for_encoder(Request(), TARGETS[target], max_positions=512)
+        encoder = replace(heads_of(8), encoder=Encoder("scores", "last", 1, False, False))
+        refuse(encoder, *Request().features(TARGETS[target]))
 
 
 def test_the_precisions_are_those_of_the_targets(page):

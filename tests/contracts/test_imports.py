@@ -43,7 +43,7 @@ BREACHES = [
     ("runtime/engine/branch.py", "import llmc.runtime.engine.scheduler", "no cycle"),
     ("bundle/manifest.py", "import numpy", "folders need the standard library only"),
     ("runtime/server/config.py", "import llmc.runtime.server.http.errors", SERVER),
-    ("runtime/server/models/pool.py", "import llmc.runtime.server.openai.chat", SERVER),
+    ("runtime/server/models/pool.py", "import llmc.runtime.server.dialects.openai_chat", SERVER),
     ("export/__init__.py", "import onnxruntime", "export imports no runtime"),
     ("export/__init__.py", "import llmc.runtime", "export imports no runtime"),
     ("optimize/lower/__init__.py", "import torch", "optimize imports torch only to calibrate"),

@@ -72,7 +72,7 @@ RUNTIME = {
     ),
     "continuous batching": ("object llmc.runtime.engine.scheduler:Scheduler", "option serve --max-batch"),
     "streaming by SSE": ("object llmc.runtime.server.http.streams:EventStream", "route POST /v1/chat/completions"),
-    "streaming by WebSocket": ("object llmc.runtime.server.openai.socket:Sockets",),
+    "streaming by WebSocket": ("object llmc.runtime.server.dialects.socket:Sockets",),
     "speculative decoding": ("object llmc.runtime.speculation.speculator:verify", "option serve --draft"),
     "fused attention": (
         "object llmc.optimize.lower.onnxruntime.attention:group_query_attention",

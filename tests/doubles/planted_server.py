@@ -29,7 +29,7 @@ Answer = Callable[[Asked], Sequence[bytes]]
 
 @dataclass
 class ChatServer:
-    """``answer`` gives the pieces of the answer to each chat or completion; models are listed at ``lists``."""
+    """``answer`` gives the pieces of the answer to each chat or completion."""
 
     answer: Answer
     asked: list[Asked] = field(default_factory=list)
@@ -37,7 +37,6 @@ class ChatServer:
     connections: int = 0
     left: threading.Event = field(default_factory=threading.Event)  # a client whose answer stalled is gone
     scheme: str = "http"
-    lists: str = "/v1/models"
 
     @property
     def url(self) -> str:
@@ -52,7 +51,7 @@ class ChatServer:
                 content = await reader.readexactly(int(headers.get("content-length", 0)))
                 asked = Asked(line, headers, json.loads(content) if content else None)
                 self.asked.append(asked)
-                if not await self.send(reader, writer, [models()] if f" {self.lists} " in line else self.answer(asked)):
+                if not await self.send(reader, writer, [models()] if " /v1/models " in line else self.answer(asked)):
                     return
         except (asyncio.IncompleteReadError, ConnectionError):
             pass

@@ -16,9 +16,9 @@ from llmc.bundle import read_bundle, write_manifest
 from llmc.publish import file_entries
 from llmc.runtime.server.app import make_app
 from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.dialects.socket import Sockets
 from llmc.runtime.server.http.guarded import uvicorn_options
-from llmc.runtime.server.models.pool import ModelPool
-from llmc.runtime.server.openai.socket import Sockets
+from llmc.runtime.server.models.pool import Pool
 
 # Qwen 3's form of calls and thoughts, which are off unless asked for.
 ABLE_TEMPLATE = """\
@@ -68,7 +68,7 @@ def serving(
 
     async def run() -> None:
         options, formats = config.load_options, config.tool_formats
-        pool = ModelPool(config.models, memory=config.memory, load_options=options, tool_formats=formats)
+        pool = Pool(config.models, memory=config.memory, load_options=options, tool_formats=formats)
         try:
             await pool.warm(*config.warm)
             app = Sockets(around(make_app(config, pool), config), config)

@@ -12,8 +12,8 @@ from llmc.optimize.split import split
 TOKENIZER = 1_000_000  # bytes
 
 
-def borders(manifest: Manifest, boxes: Sequence[int], target: str = "cpu") -> Any:
-    return choose_borders(manifest.geometry, manifest.limits, manifest.recipe, TOKENIZER, boxes, target)
+def borders(manifest: Manifest, boxes: Sequence[int]) -> Any:
+    return choose_borders(manifest.geometry, manifest.limits, manifest.recipe, TOKENIZER, boxes)
 
 
 def cut(bundle: Path, folder: Path, count: int = 3) -> Path:

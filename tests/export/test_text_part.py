@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from doubles import towers
-from doubles.tiny import tiny
+from doubles.tiny import BASE, tiny
 
 from llmc.bundle import read_export
 from llmc.export import export
@@ -15,15 +15,9 @@ from llmc.export.sources.checkpoint import read_checkpoint
 # As of the other families, see test_parity.py.
 LOGIT_TOLERANCE = 2e-4
 TEXT = {
+    **BASE,
     "model_type": "gemma3_text",
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 128,
     "sliding_window": 6,
     "layer_types": ["sliding_attention", "full_attention"],
 }
@@ -59,11 +53,7 @@ KINDS = {
         "image_token_id": 95,
     },
     "smolvlm": {
-        "text_config": {
-            **{name: TEXT[name] for name in TEXT if name not in ("model_type", "layer_types", "sliding_window")},
-            "model_type": "llama",
-            "pad_token_id": 0,
-        },
+        "text_config": {**BASE, "model_type": "llama", "head_dim": 16, "pad_token_id": 0},
         "vision_config": {**SIZES, "image_size": 28, "patch_size": 14},
         "image_token_id": 95,
     },

@@ -18,6 +18,7 @@ from doubles.serving import retold
 from doubles.towers import share_seeing
 
 from llmc.optimize.build import build
+from llmc.optimize.recipe import BuildRequest
 from llmc.runtime.vision.decode import DECODING_BYTES
 
 ATTACKS = load_file(Path(__file__).with_name("attacks.py"))
@@ -51,7 +52,7 @@ def watch(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     folder = tmp_path_factory.mktemp("seeing")
     models = {
-        kind: build(share_seeing(tmp_path_factory, kind) / "export", folder / kind).output
+        kind: build(BuildRequest(share_seeing(tmp_path_factory, kind) / "export", folder / kind)).output
         for kind in ("smolvlm", "qwen3_vl")
     }
     with service_process(models=models, warm=tuple(models)) as process, watching(process) as found:

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doubles.refusals import about
 from doubles.speculators import Always
 
 from llmc.bundle import read_bundle
-from llmc.errors import CancelledError, UsageError
+from llmc.errors import CancelledError
 from llmc.optimize.build import build
+from llmc.optimize.recipe import BuildRequest
 from llmc.runtime import Model, load
 from llmc.runtime.api.handle import GenerationResult, Handle
 from llmc.runtime.sessions import Batch, Phase
@@ -41,7 +41,7 @@ hybrids_alone = pytest.mark.parametrize("case", HYBRIDS, indirect=True)
 @pytest.fixture(scope="module")
 def bundle(case: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("architecture") / "bundle"
-    build(case.export, folder, precision="fp32", max_context=128, max_batch=4)
+    build(BuildRequest(case.export, folder, precision="fp32", max_context=128, max_batch=4))
     return folder
 
 
@@ -102,10 +102,10 @@ def test_samples_and_beams_are_those_of_requests_alone(bundle: Path):
 def test_a_state_is_planned_once_for_each_row(bundle: Path):
     manifest = read_bundle(bundle)
     states = [cache for cache in manifest.geometry.caches if cache.kind == "state"]
-    assert states and manifest.memory.state == sum(4 * int(np.prod(cache.shape)) for cache in states)
+    assert states and manifest.memory["states"].per_row == sum(4 * int(np.prod(cache.shape)) for cache in states)
     short, long = (manifest.memory.parts(length, 2) for length in (1, 101))
-    assert long["cache"] - short["cache"] == 200 * manifest.memory.cache_per_token
-    assert long["states"] == short["states"] == 2 * manifest.memory.state
+    assert long["cache"] - short["cache"] == 200 * manifest.memory["cache"].per_position
+    assert long["states"] == short["states"] == 2 * manifest.memory["states"].per_row
     assert manifest.target.engine_minimum == "1.32"
 
 
@@ -205,17 +205,11 @@ def test_a_model_with_states_drafts_and_takes_back_what_was_rejected(bundle: Pat
 
 
 @hybrids_alone
-def test_other_targets_are_refused_by_name(case: Any, tmp_path: Path):
-    with pytest.raises(UsageError, check=about("target")):
-        build(case.export, tmp_path / "bundle", target="cuda")
-
-
-@hybrids_alone
 def test_int8_and_int4_stay_near_the_unquantized_model(case: Any, tmp_path: Path):
     """Random weights, which are others on other CPUs: a layer that reads another one's integers or states makes a KL
     above one in 8 bits. In 4 bits Qwen3.5's steep logits have had one of 5.9, rounded to nearest."""
     for precision, bound in (("int8", 0.1), ("int4", 8.0)):
-        report = build(case.export, tmp_path / precision, precision=precision, max_context=64)
+        report = build(BuildRequest(case.export, tmp_path / precision, precision=precision, max_context=64))
         assert report.manifest.quality is not None
         for phase in report.manifest.quality.phases.values():
             assert phase.mean_kl < bound
@@ -233,7 +227,9 @@ def resident() -> int:
 
 def test_a_thousand_mixed_requests_lose_nothing(exported: Callable[[str], Any], tmp_path: Path):
     """Chats that share histories, samples, beams and cancels, with room for few states."""
-    build(exported(HYBRIDS[0]).export, tmp_path / "bundle", precision="fp32", max_context=128, max_batch=4)
+    build(
+        BuildRequest(exported(HYBRIDS[0]).export, tmp_path / "bundle", precision="fp32", max_context=128, max_batch=4)
+    )
     generator = np.random.default_rng(11)
     chats = [generator.integers(2, 96, 90).tolist() for _ in range(8)]
     sampled: dict[str, Any] = {"max_tokens": 6, "temperature": 1, "seed": 5, "n": 2, "ignore_eos": True}

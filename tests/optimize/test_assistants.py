@@ -25,11 +25,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma4AssistantForCausalLM
 
 from llmc.bundle import DECODER_FILE, read_bundle, write_manifest
-from llmc.errors import BuildError, CheckpointError, DraftError, UsageError
+from llmc.errors import CheckpointError, DraftError, UsageError
 from llmc.export import export
 from llmc.export.sources.heads import read_head
 from llmc.optimize import recipe
 from llmc.optimize.build import build
+from llmc.optimize.recipe import BuildRequest
 from llmc.runtime import Model, load
 from llmc.runtime.loading import verify
 from llmc.runtime.runner.prefill import batch
@@ -62,8 +63,8 @@ class Made:
     def build(self, folder: Path, precision: str = "fp32", **asked: Any) -> tuple[Path, Path]:
         asked = {"max_context": 512, "max_batch": 4, "recipe": recipe.Request(prefill_chunk=16, **asked)}
         places = folder / "model-bundle", folder / "head-bundle"
-        build(self.exports[0], places[0], precision=precision, head=self.exports[1], **asked)
-        build(self.exports[1], places[1], precision=precision, **asked)
+        build(BuildRequest(self.exports[0], places[0], precision=precision, draft_head=self.exports[1], **asked))
+        build(BuildRequest(self.exports[1], places[1], precision=precision, **asked))
         return places
 
 
@@ -242,8 +243,6 @@ def test_a_cache_in_float16_is_read_as_it_is(
         DraftError, match=r"caches of layers 0 and 1 in float32, .* has them in float16; .* one type of"
     ):
         load(bundles[0], draft=made.bundles[1]).engine  # noqa: B018
-    with pytest.raises(BuildError, match=r"cache = 'int8': .* which are float32 or float16; leave cache out"):
-        build(made.exports[1], tmp_path / "int8", recipe=recipe.Request(cache="int8"))
 
 
 # -------------------------------------------------------------------------------------------------- refusals
@@ -294,8 +293,8 @@ def test_what_does_not_fit_is_refused_by_name_and_a_nested_config_is_not(make: C
 
 def test_an_assistant_and_a_model_that_do_not_fit_are_refused(make: Callable[[str], Made], tmp_path: Path):
     one, other = make(MODELS[0]), make(MODELS[1])
-    with pytest.raises(UsageError, check=about("head")):
-        build(one.exports[0], tmp_path / "bundle", head=other.exports[1])
+    with pytest.raises(UsageError, check=about("draft_head")):
+        build(BuildRequest(one.exports[0], tmp_path / "bundle", draft_head=other.exports[1]))
     with pytest.raises(DraftError, match="build the model with --head"):
         load(one.bundles[0], draft=other.bundles[1]).engine  # noqa: B018
     head = shutil.copytree(one.bundles[1], tmp_path / "head")

@@ -12,7 +12,7 @@ from llmc.bundle import CACHE_BYTES, WEIGHTS_FILE, Geometry, Manifest, read_bund
 from llmc.errors import BuildError, UsageError
 from llmc.optimize.build import build
 from llmc.optimize.judge.reference import Reference
-from llmc.optimize.recipe import Request
+from llmc.optimize.recipe import BuildRequest, Request
 from llmc.optimize.weights.file import ALIGNMENT
 from llmc.runtime import load
 from llmc.runtime.loading import verify
@@ -35,7 +35,9 @@ def built(exported, tmp_path_factory):
             folder = tmp_path_factory.mktemp("built")
             recipe = folder / "recipe.toml"
             recipe.write_text(f'phases = "{phases}"\n[layers]\n' if phases else "")
-            made[key] = build(exported(name).export, folder / "bundle", precision=precision, recipe=recipe)
+            made[key] = build(
+                BuildRequest(exported(name).export, folder / "bundle", precision=precision, recipe=recipe)
+            )
         return made[key]
 
     return get
@@ -55,7 +57,7 @@ KINDS = [
 
 @pytest.mark.parametrize("recipe", [Request(sparsity=0.5, precision="fp32"), Request(sparsity="2:4", phases="shared")])
 def test_a_pruned_bundle_says_so(exported, tmp_path, recipe):
-    report = build(exported(UNTIED).export, tmp_path / "bundle", recipe=recipe)
+    report = build(BuildRequest(exported(UNTIED).export, tmp_path / "bundle", recipe=recipe))
     manifest = report.manifest
     assert (manifest.recipe.sparsity, manifest.recipe.pruning) == (str(recipe.sparsity), "magnitude")
     assert any("set to zero by the rule magnitude" in note for note in manifest.notes)
@@ -118,8 +120,11 @@ def test_weights_are_counted_as_they_are_read(built, kind):
         least = matrices(g) * bytes_per_weight(manifest.recipe.precision)
         assert least < graph.step_weight_bytes <= graph.weight_bytes
         assert graph.weight_bytes <= size + OTHER_TENSORS
-    assert manifest.memory.weights >= sum(graph.step_weight_bytes for graph in set(manifest.graphs.values())) * 0.95
-    assert manifest.memory.cache_per_token == g.cache_bytes(1, bytes_per_value=CACHE_BYTES[manifest.cache])
+    assert (
+        manifest.memory["weights"].fixed
+        >= sum(graph.step_weight_bytes for graph in set(manifest.graphs.values())) * 0.95
+    )
+    assert manifest.memory["cache"].per_position == g.cache_bytes(1, bytes_per_value=CACHE_BYTES[manifest.cache])
 
 
 # ------------------------------------------------------------------------------------------------------ sizes on disk
@@ -149,7 +154,9 @@ def test_a_tied_head_shares_its_bytes_with_the_embedding(tiny_export, fp32_bundl
     """The embedding of the small model is a sixth of it: a second copy would show."""
     folder = fp32_bundle
     if precision == "int4":
-        folder = build(tiny_export, tmp_path / "b", precision="int4", recipe=Request(phases="split", layers={})).output
+        folder = build(
+            BuildRequest(tiny_export, tmp_path / "b", precision="int4", recipe=Request(phases="split", layers={}))
+        ).output
     manifest = read_bundle(folder)
     g = manifest.geometry
     assert g.tied_head
@@ -166,7 +173,9 @@ def test_a_tied_head_shares_its_bytes_with_the_embedding(tiny_export, fp32_bundl
 
 
 def test_limits_reach_the_bundle_and_its_rotary_tables(exported, tmp_path):
-    report = build(exported(TIED).export, tmp_path / "bundle", precision="fp32", max_context=40, max_batch=3)
+    report = build(
+        BuildRequest(exported(TIED).export, tmp_path / "bundle", precision="fp32", max_context=40, max_batch=3)
+    )
     assert (report.manifest.limits.max_context, report.manifest.limits.max_batch) == (40, 3)
     cos = ir.load(report.output / "decoder.onnx").graph.initializers["rotary_emb.0.cos"]
     assert tuple(cos.shape) == (40, report.manifest.geometry.attentions[0].head_dim // 2)
@@ -176,14 +185,15 @@ def test_limits_reach_the_bundle_and_its_rotary_tables(exported, tmp_path):
 
 @pytest.mark.parametrize("context", [2, 23, 24, 25])
 def test_a_context_shorter_than_the_golden_prompts_builds(exported, tmp_path, context):
-    report = build(exported(TIED).export, tmp_path / "bundle", max_context=context)
+    report = build(BuildRequest(exported(TIED).export, tmp_path / "bundle", max_context=context))
     assert verify(report.output, threads=1).prompts > 0
 
 
 def test_progress_names_each_step_and_never_goes_back(exported, tmp_path):
     steps: list[tuple[str, float | None]] = []
     build(
-        exported(TIED).export, tmp_path / "bundle", progress=lambda step, fraction=None: steps.append((step, fraction))
+        BuildRequest(exported(TIED).export, tmp_path / "bundle"),
+        lambda step, fraction=None: steps.append((step, fraction)),
     )
     names = list(dict.fromkeys(step for step, _ in steps))
     assert [name.split()[0] for name in names][:3] == ["lowering", "hashing", "running"]
@@ -194,15 +204,18 @@ def test_progress_names_each_step_and_never_goes_back(exported, tmp_path):
 
 
 def test_building_twice_gives_the_same_bytes(exported, tmp_path):
-    one, two = (build(exported(TIED).export, tmp_path / name, precision="int4").manifest for name in ("one", "two"))
+    one, two = (
+        build(BuildRequest(exported(TIED).export, tmp_path / name, precision="int4")).manifest
+        for name in ("one", "two")
+    )
     assert one.files == two.files
 
 
 def test_force_replaces_a_bundle(exported, tmp_path):
-    build(exported(TIED).export, tmp_path / "bundle", precision="fp32")
+    build(BuildRequest(exported(TIED).export, tmp_path / "bundle", precision="fp32"))
     with pytest.raises(UsageError, match="exists"):
-        build(exported(TIED).export, tmp_path / "bundle", precision="int4")
-    build(exported(TIED).export, tmp_path / "bundle", precision="int4", force=True)
+        build(BuildRequest(exported(TIED).export, tmp_path / "bundle", precision="int4"))
+    build(BuildRequest(exported(TIED).export, tmp_path / "bundle", precision="int4", force=True))
     assert json.loads((tmp_path / "bundle" / "llmc.json").read_text())["recipe"]["precision"] == "int4"
     assert not (tmp_path / "bundle" / "decoder.onnx").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
@@ -217,7 +230,7 @@ def test_a_tokenizer_of_another_model_is_noticed(tiny_export, tiny_bundle, tmp_p
     ids = [tokenizer["model"]["vocab"][word] for word in words]
     tokenizer["model"]["vocab"] |= dict(zip(words, reversed(ids), strict=True))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    manifest = build(folder, tmp_path / "bundle").manifest
+    manifest = build(BuildRequest(folder, tmp_path / "bundle")).manifest
     said = f"has a perplexity of {manifest.quality.reference_perplexity:.4g} on golden prompts"
     assert any(said in note and "chance has 4096" in note for note in manifest.notes)
 
@@ -228,5 +241,5 @@ def test_a_build_that_rounds_nothing_is_the_unquantized_model(exported, tmp_path
     monkeypatch.setattr(Reference, "_factor", lambda *_: 1.0)
     expected = nullcontext() if precision == "int4" else pytest.raises(BuildError, match="llmc made another model")
     with expected:
-        build(exported("granite-multipliers").export, tmp_path / "bundle", precision=precision)
+        build(BuildRequest(exported("granite-multipliers").export, tmp_path / "bundle", precision=precision))
     assert (tmp_path / "bundle").exists() == (precision == "int4")

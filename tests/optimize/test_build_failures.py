@@ -13,7 +13,7 @@ import pytest
 from llmc.bundle import DECODER_FILE, WEIGHTS_FILE, write_manifest
 from llmc.errors import BundleError, CheckpointError, LlmcError, ResourceError
 from llmc.optimize.build import build
-from llmc.optimize.recipe import Request
+from llmc.optimize.recipe import BuildRequest, Request
 from llmc.optimize.weights.file import WeightFile
 
 SHARD = "model.safetensors"
@@ -33,15 +33,15 @@ def set_weight(source: Path, name: str, value: float) -> None:
 def test_keys_beyond_float16_are_refused_with_the_cache_that_holds_them(source, untouched):
     set_weight(source, "model.layers.0.self_attn.k_proj.bias", 1e5)
     with pytest.raises(BundleError, match=r"NaN or infinite logits, .* build again, with cache = 'float32'"):
-        build(source, untouched, force=True)
-    build(source, source.parent / "exact", recipe=Request(cache="float32"))
+        build(BuildRequest(source, untouched, force=True))
+    build(BuildRequest(source, source.parent / "exact", recipe=Request(cache="float32")))
 
 
 @pytest.mark.parametrize("name", [SHARD, DECODER_FILE, "tokenizer.json"])
 def test_a_missing_file_is_refused_by_name(source, untouched, name):
     (source / name).unlink()
     with pytest.raises(LlmcError) as refused:
-        build(source, untouched, force=True)
+        build(BuildRequest(source, untouched, force=True))
     assert name in str(refused.value)
 
 
@@ -50,7 +50,7 @@ def test_a_file_that_links_out_of_the_export_is_refused(source, untouched):
     (source / "chat_template.jinja").symlink_to(source.parent / "outside")
     (source.parent / "outside").write_text("PRIVATE KEY")
     with pytest.raises(CheckpointError, match=r"is a link to .*outside, out of its folder"):
-        build(source, untouched, force=True)
+        build(BuildRequest(source, untouched, force=True))
 
 
 @pytest.mark.threat("weights-overwritten")
@@ -58,7 +58,7 @@ def test_weights_that_were_overwritten_in_the_checkpoint_are_refused(source, unt
     os.link(source / SHARD, source.parent / "of the checkpoint")
     set_weight(source, "model.norm.weight", 3.0)
     with pytest.raises(CheckpointError, match="were overwritten after the export"):
-        build(source, untouched, force=True)
+        build(BuildRequest(source, untouched, force=True))
 
 
 # --------------------------------------------------------------------------------------------------- on the way
@@ -79,7 +79,7 @@ def test_an_interruption_at_any_step_leaves_what_was_there(source, untouched, st
             raise error
 
     with pytest.raises(error):
-        build(source, untouched, recipe=Request(phases="split"), force=True, progress=interrupt)
+        build(BuildRequest(source, untouched, recipe=Request(phases="split"), force=True), interrupt)
 
 
 def full(*_: object, **__: object) -> None:
@@ -120,7 +120,7 @@ def test_a_full_disk_is_said_and_leaves_what_was_there(source, untouched, monkey
     with monkeypatch.context() as patched:
         plant(patched)
         with pytest.raises(ResourceError, match="the disk is full; free some space and run again"):
-            build(source, untouched, force=True)
+            build(BuildRequest(source, untouched, force=True))
 
 
 def test_a_manifest_that_cannot_be_written_whole_is_never_published(source, untouched, monkeypatch):
@@ -133,5 +133,5 @@ def test_a_manifest_that_cannot_be_written_whole_is_never_published(source, unto
 
     monkeypatch.setattr("llmc.optimize.judge.finished.write_manifest", second_fails)
     with pytest.raises(ResourceError):
-        build(source, untouched, force=True)
+        build(BuildRequest(source, untouched, force=True))
     assert len(calls) == 2

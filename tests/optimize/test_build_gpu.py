@@ -17,13 +17,12 @@ import pytest
 from doubles.machines import H200, NO_GPU, Probe
 from doubles.recorded import PLAN, RecordedLibrary
 
-from llmc.bundle import Budget, EngineConfig, Manifest, read_bundle, verify_files
+from llmc.bundle import Budget, EngineConfig, Manifest, Part, read_bundle, verify_files
 from llmc.errors import BuildError, GpuError, MissingExtraError
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import BuildReport, build
-from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.plan.device import device_plan
-from llmc.optimize.recipe import Request
+from llmc.optimize.recipe import BuildRequest, Request
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.runtime import load
 from llmc.runtime.loading import verify
@@ -75,7 +74,7 @@ def engine_bundle(exported: Callable[[str], Any], tmp_path_factory: pytest.TempP
     """A bundle with a real engine of TensorRT-RTX."""
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine")
     output = tmp_path_factory.mktemp("rtx") / "bundle"
-    return build(exported(TIED).export, output, target="tensorrt-rtx", precision="fp16", **SMALL)
+    return build(BuildRequest(exported(TIED).export, output, target="tensorrt-rtx", precision="fp16", **SMALL))
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +115,8 @@ def test_a_bundle_with_an_engine_is_whole_and_says_what_it_is(engine_bundle: Bui
     assert (plan.verified, plan.compute_capabilities) == ("cpu", ())
     assert (manifest.recipe.compute, manifest.cache, manifest.golden_tolerance) == ("float16", "float16", 0.5)
     planned = device_plan(manifest.geometry, manifest.limits, manifest.recipe)
-    assert manifest.device == dataclasses.replace(planned, weights=manifest.files["engine.plan"].size)
-    assert (manifest.memory.weights, manifest.memory.cache_per_token) == (0, 0)
+    assert manifest.device == planned.without("weights").add(Part("weights", manifest.files["engine.plan"].size))
+    assert not {"weights", "cache"} & manifest.memory.parts(1).keys()
     assert manifest.graphs["prefill"] == manifest.graphs["decode"]
     assert len(manifest.golden) == 5
 
@@ -140,7 +139,9 @@ def check_quality(manifest: Manifest, precision: str) -> None:
 @pytest.mark.parametrize("precision", LARGEST_KL)
 def test_every_precision_is_judged_on_the_cpu(exported: Callable[[str], Any], tmp_path: Path, precision: str):
     output, recipe = tmp_path / "out" / "bundle", request(precision)
-    report = build(exported(TIED).export, output, target="tensorrt", recipe=recipe, engine=DEFERRED, **SMALL)
+    report = build(
+        BuildRequest(exported(TIED).export, output, target="tensorrt", recipe=recipe, engine=DEFERRED, **SMALL)
+    )
     assert whole(report)
     check_quality(report.manifest, precision)
     plan = engine_of(report.manifest)
@@ -161,7 +162,9 @@ def test_every_precision_is_judged_on_the_cpu(exported: Callable[[str], Any], tm
 def test_every_precision_becomes_an_engine(exported: Callable[[str], Any], tmp_path: Path, precision: str):
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine")
     output = tmp_path / "out" / "bundle"
-    report = build(exported(UNTIED).export, output, target="tensorrt-rtx", recipe=request(precision), **SMALL)
+    report = build(
+        BuildRequest(exported(UNTIED).export, output, target="tensorrt-rtx", recipe=request(precision), **SMALL)
+    )
     assert whole(report)
     check_quality(report.manifest, precision)
     assert (output / "engine.plan").stat().st_size > 100_000
@@ -172,7 +175,7 @@ def test_every_precision_becomes_an_engine(exported: Callable[[str], Any], tmp_p
 def test_graphs_for_cuda_are_judged_on_the_cpu(exported: Callable[[str], Any], tmp_path: Path, precision: str):
     output = tmp_path / "out" / "bundle"
     recipe = Request(precision=precision)
-    report = build(exported(TIED).export, output, target="cuda", recipe=recipe, **SMALL)
+    report = build(BuildRequest(exported(TIED).export, output, target="cuda", recipe=recipe, **SMALL))
     assert whole(report)
     check_quality(report.manifest, precision)
     assert report.manifest.engine is None
@@ -193,7 +196,9 @@ def test_bfloat16_is_judged_by_a_twin_in_float32_of_which_nothing_stays(
     monkeypatch.setattr("llmc.optimize.judge.finished.load", spy)
     output = tmp_path / "out" / "bundle"
     recipe = Request(precision="int8", compute="bfloat16")
-    report = build(exported(TIED).export, output, target="tensorrt", recipe=recipe, engine=DEFERRED, **SMALL)
+    report = build(
+        BuildRequest(exported(TIED).export, output, target="tensorrt", recipe=recipe, engine=DEFERRED, **SMALL)
+    )
     [(name, parent, compute, cached)] = seen
     assert name.startswith(".float32.")
     assert parent == "new", "in the room where the bundle is made"
@@ -208,9 +213,11 @@ def test_bfloat16_is_judged_by_a_twin_in_float32_of_which_nothing_stays(
 
 def test_static_activations_are_calibrated(reads_text: Path, tmp_path: Path):
     recipe = Request(precision="int8", activations="static", smoothing=0.5)
-    asked = CalibrationRequest(StreamedDecoder, samples=2, length=32)
+    asked = {"decoder": StreamedDecoder, "samples": 2, "length": 32}
     report = build(
-        reads_text, tmp_path / "bundle", target="tensorrt", recipe=recipe, calibration=asked, engine=DEFERRED, **SMALL
+        BuildRequest(
+            reads_text, tmp_path / "bundle", target="tensorrt", recipe=recipe, **asked, engine=DEFERRED, **SMALL
+        )
     )
     assert report.manifest.recipe.calibration is not None
     assert report.manifest.recipe.calibration.default
@@ -229,13 +236,15 @@ def test_static_activations_are_calibrated(reads_text: Path, tmp_path: Path):
 def test_a_broken_budget_publishes_nothing_and_names_the_worst_layers(reads_text: Path, tmp_path: Path):
     with pytest.raises(BuildError) as refused:
         build(
-            reads_text,
-            tmp_path / "out" / "bundle",
-            target="tensorrt-rtx",
-            recipe=INT4,
-            budget=Budget(max_kl=0.1),
-            engine=DEFERRED,
-            **SMALL,
+            BuildRequest(
+                reads_text,
+                tmp_path / "out" / "bundle",
+                target="tensorrt-rtx",
+                recipe=INT4,
+                budget=Budget(max_kl=0.1),
+                engine=DEFERRED,
+                **SMALL,
+            )
         )
     said = str(refused.value)
     assert list(tmp_path.iterdir()) == []
@@ -251,12 +260,14 @@ def test_what_a_recipe_says_of_the_engine_holds_unless_the_caller_says_otherwise
 ):
     (tmp_path / "mine.toml").write_text("[engine]\noptimization_level = 1\nworkspace = 2097152\ndeferred = true\n")
     report = build(
-        exported(TIED).export,
-        tmp_path / "bundle",
-        target="tensorrt",
-        recipe=tmp_path / "mine.toml",
-        engine=EngineRequest(optimization_level=2),
-        **SMALL,
+        BuildRequest(
+            exported(TIED).export,
+            tmp_path / "bundle",
+            target="tensorrt",
+            recipe=tmp_path / "mine.toml",
+            engine=EngineRequest(optimization_level=2),
+            **SMALL,
+        )
     )
     plan = engine_of(report.manifest)
     assert (plan.optimization_level, plan.workspace, plan.file) == (2, 2097152, "")
@@ -268,7 +279,9 @@ def test_tensorrt_makes_an_engine_for_the_gpu_at_hand(
     library = installed(H200)
     output = tmp_path / "out" / "bundle"
     asked = EngineRequest(optimization_level=2)
-    report = build(exported(TIED).export, output, target="tensorrt", precision="fp16", engine=asked, **SMALL)
+    report = build(
+        BuildRequest(exported(TIED).export, output, target="tensorrt", precision="fp16", engine=asked, **SMALL)
+    )
     assert whole(report)
     plan = engine_of(report.manifest)
     assert plan.optimization_level == 2
@@ -288,7 +301,9 @@ def test_on_its_gpu_a_bundle_is_verified_by_running_it(
     monkeypatch.setattr(
         "llmc.optimize.judge.finished.load", lambda folder, **_: load(folder, self_test=False, emulate=True)
     )
-    report = build(exported(TIED).export, tmp_path / "bundle", target="tensorrt", precision="fp16", **SMALL)
+    report = build(
+        BuildRequest(exported(TIED).export, tmp_path / "bundle", target="tensorrt", precision="fp16", **SMALL)
+    )
     assert engine_of(report.manifest).verified == "device"
     known = dataclasses.asdict(report.manifest.graphs["decode"].invariance)
     assert any(known.values()), "which calls compute the same bits is measured where it will run"
@@ -304,10 +319,7 @@ def test_a_library_that_is_missing_is_said_before_any_work(
     steps: list[str] = []
     with pytest.raises(MissingExtraError, match="tensorrt is not installed"):
         build(
-            exported(TIED).export,
-            untouched,
-            target="tensorrt",
-            force=True,
-            progress=lambda step, _=None: steps.append(step),
+            BuildRequest(exported(TIED).export, untouched, target="tensorrt", force=True),
+            lambda step, _=None: steps.append(step),
         )
     assert steps == []

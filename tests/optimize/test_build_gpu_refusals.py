@@ -8,7 +8,7 @@ import pytest
 
 from llmc.errors import UsageError
 from llmc.optimize.build import build
-from llmc.optimize.recipe import Request
+from llmc.optimize.recipe import BuildRequest, Request
 from llmc.optimize.recipe.engine import EngineRequest
 
 UNTIED, TIED = "llama-biases", "qwen2-tied-bf16"
@@ -37,5 +37,5 @@ def test_contradictions_are_refused(
     exported: Callable[[str], Any], untouched: Path, target: str, order: dict[str, Any], message: str
 ):
     with pytest.raises(UsageError) as refused:
-        build(exported(TIED).export, untouched, target=target, force=True, **order)
+        build(BuildRequest(exported(TIED).export, untouched, target=target, force=True, **order))
     assert message in str(refused.value)

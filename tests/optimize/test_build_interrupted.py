@@ -11,9 +11,8 @@ from doubles.refusals import about
 from llmc.errors import ResourceError, UsageError
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import BuildReport, build
-from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.progress import Progress, silent
-from llmc.optimize.recipe import Request
+from llmc.optimize.recipe import BuildRequest, Request
 from llmc.optimize.weights.store import Store
 
 RECIPE = Request(
@@ -61,8 +60,8 @@ def start(tiny_export, tiny_checkpoint, tmp_path):
     text = tiny_checkpoint.parent / "validation.txt"
 
     def run(recipe: Request = RECIPE, progress: Progress = silent, name: str = "bundle") -> BuildReport:
-        calibration = CalibrationRequest(Reads, text, samples=2, length=32)
-        return build(tiny_export, tmp_path / "out" / name, recipe=recipe, calibration=calibration, progress=progress)
+        calibration = {"decoder": Reads, "calibration": text, "samples": 2, "length": 32}
+        return build(BuildRequest(tiny_export, tmp_path / "out" / name, recipe=recipe, **calibration), progress)
 
     return run
 

@@ -4,6 +4,7 @@ import pytest
 
 from llmc.errors import BundleError, UsageError
 from llmc.optimize.build import build
+from llmc.optimize.recipe import BuildRequest
 
 # --------------------------------------------------------------------------------------------------------- the request
 
@@ -22,13 +23,13 @@ def kept(tmp_path):
 def test_an_output_that_exists_is_refused_without_force(source, kept, name):
     (kept / name).write_text("kept")
     with pytest.raises(UsageError, match=r"bundle exists; choose another output folder, or pass --force"):
-        build(source, kept)
+        build(BuildRequest(source, kept))
 
 
 def test_a_folder_of_somebody_else_is_refused_even_with_force(source, kept):
     (kept / "thesis.tex").write_text("kept")
     with pytest.raises(UsageError, match="is not llmc's, so --force does not replace it"):
-        build(source, kept, force=True)
+        build(BuildRequest(source, kept, force=True))
 
 
 def test_the_export_itself_is_no_output(source, tmp_path):
@@ -36,7 +37,7 @@ def test_the_export_itself_is_no_output(source, tmp_path):
     before = {path.name: path.stat().st_mtime_ns for path in source.iterdir()}
     for same in (source, tmp_path / "link", source / ".." / "export"):
         with pytest.raises(UsageError, match="is the export itself; choose another output folder"):
-            build(source, same, force=True)
+            build(BuildRequest(source, same, force=True))
     assert {path.name: path.stat().st_mtime_ns for path in source.iterdir()} == before
 
 
@@ -48,4 +49,4 @@ def test_a_folder_that_is_no_export_is_refused(untouched, tmp_path):
     (tmp_path / "file").write_text("x")
     for folder in (tmp_path / "empty", tmp_path / "missing", tmp_path / "file"):
         with pytest.raises(BundleError, match=f"{folder.name}: no export.json here, not written by llmc; make it with"):
-            build(folder, untouched, force=True)
+            build(BuildRequest(folder, untouched, force=True))

@@ -8,15 +8,13 @@ from doubles import diffusing
 
 from llmc.bundle import Budget, read_bundle
 from llmc.bundle.model.diffusion import Diffusion
-from llmc.errors import UsageError
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import build
-from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.calibrate.text import hide_half
 from llmc.optimize.judge.golden import find_targets
 from llmc.optimize.judge.layers import layer_errors
 from llmc.optimize.judge.reference import Reference
-from llmc.optimize.recipe import Request
+from llmc.optimize.recipe import BuildRequest, Request
 from llmc.runtime.loading import load, verify
 
 # Of logits in float32, as in tests/export/test_diffusion.py.
@@ -40,8 +38,8 @@ def test_the_reference_sees_all_tokens_of_a_text_and_no_padding(family: str, dif
 @pytest.mark.parametrize(("family", "precision"), [("llada", "int8"), ("Dream", "int4")])
 def test_integers_stay_close_to_the_model(family: str, precision: str, diffusion_models: Path, tmp_path: Path):
     export = diffusion_models / f"{family}-export"
-    budget, calibration = Budget(max_kl=KL[precision]), CalibrationRequest(StreamedDecoder, samples=2, length=32)
-    made = build(export, tmp_path / "b", precision=precision, budget=budget, calibration=calibration).manifest
+    budget, calibration = Budget(max_kl=KL[precision]), {"decoder": StreamedDecoder, "samples": 2, "length": 32}
+    made = build(BuildRequest(export, tmp_path / "b", precision=precision, budget=budget, **calibration)).manifest
     assert (made.recipe.phases, made.limits.prefill_chunk) == ("shared", made.limits.max_context)
     assert made.quality is not None and (made.quality.mean_kl or 9) < KL[precision]
     assert verify(tmp_path / "b").equal_tokens == sum(len(case.tokens) for case in made.golden)
@@ -58,20 +56,10 @@ def test_texts_are_judged_where_their_tokens_are_hidden():
     assert (hide_half(ids, None) == ids).all()
 
 
-def test_what_it_cannot_be_built_for_is_refused_by_name(diffusion_models: Path, tmp_path: Path):
-    for words, asked in {
-        "and llada has attention to later tokens, which llmc lowers for cpu": {"target": "cuda", "precision": "fp16"},
-        "adapters is 2, which no diffusion model can have": {"adapters": 2},
-        "cache is 'int8', which no diffusion model can have": {"recipe": Request(cache="int8")},
-    }.items():
-        with pytest.raises(UsageError, match=words):
-            build(diffusion_models / "llada-export", tmp_path / "bundle", **asked)
-
-
 def test_two_graphs_and_a_cache_of_halves_give_the_same_tokens(diffusion_models: Path, tmp_path: Path):
     recipe = Request(precision="int8", phases="split", cache="float16")
-    build(diffusion_models / "llada-export", tmp_path / "split", recipe=recipe)
-    build(diffusion_models / "llada-export", tmp_path / "shared", recipe=Request(precision="int8"))
+    build(BuildRequest(diffusion_models / "llada-export", tmp_path / "split", recipe=recipe))
+    build(BuildRequest(diffusion_models / "llada-export", tmp_path / "shared", recipe=Request(precision="int8")))
     options = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
     with load(tmp_path / "split") as split, load(tmp_path / "shared") as shared:
         assert split.generate([5, 6], **options).token_ids == shared.generate([5, 6], **options).token_ids

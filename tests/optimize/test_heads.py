@@ -32,6 +32,7 @@ from llmc.export import export
 from llmc.export.adapters import add_adapter
 from llmc.optimize import recipe
 from llmc.optimize.build import build
+from llmc.optimize.recipe import BuildRequest
 from llmc.runtime import Model, Request, SamplingParams, load
 from llmc.runtime.api.handle import Handle
 from llmc.runtime.loading import verify
@@ -94,8 +95,8 @@ class Made:
         self.build(self.bundles, "fp32")
 
     def build(self, places: tuple[Path, Path], precision: str) -> None:
-        build(self.exports[0], places[0], precision=precision, head=self.exports[1], **BUILT)
-        build(self.exports[1], places[1], precision=precision, **BUILT)
+        build(BuildRequest(self.exports[0], places[0], precision=precision, draft_head=self.exports[1], **BUILT))
+        build(BuildRequest(self.exports[1], places[1], precision=precision, **BUILT))
 
     @property
     def file(self) -> Path:
@@ -397,7 +398,7 @@ def test_the_layout_of_speculators_is_read(eagle: Made, tmp_path: Path, input_no
     renamed = {name.replace("midlayer", "layers.0"): tensor for name, tensor in made.weights.items()}
     save_file(renamed | {"t2d": torch.zeros(V, dtype=torch.bool)}, made.file)
     export(made.head, tmp_path / "export", of=made.model)
-    build(tmp_path / "export", tmp_path / "bundle", precision="fp32", **BUILT)
+    build(BuildRequest(tmp_path / "export", tmp_path / "bundle", precision="fp32", **BUILT))
     assert read_bundle(tmp_path / "bundle").geometry.head == read_bundle(eagle.bundles[1]).geometry.head
     compare_with_rule(made, tmp_path / "bundle", normed=True)
 
@@ -515,10 +516,19 @@ def test_a_head_drafts_for_rows_with_adapters(
     folder = write_adapter(
         tmp_path / "sql", draw_factors(read_export(planted.exports[0]).geometry, 4, deviation=0.01), r=4
     )
-    build(planted.exports[0], tmp_path / "beside", precision="fp32", head=planted.exports[1], adapters=1, **BUILT)
+    build(
+        BuildRequest(
+            planted.exports[0],
+            tmp_path / "beside",
+            precision="fp32",
+            draft_head=planted.exports[1],
+            adapters=1,
+            **BUILT,
+        )
+    )
     add_adapter(tmp_path / "beside", folder, "sql")
     merged = export(planted.model, tmp_path / "export", adapters=[(folder, 1.0)]).output
-    build(merged, tmp_path / "merged", precision="fp32", head=planted.exports[1], **BUILT)
+    build(BuildRequest(merged, tmp_path / "merged", precision="fp32", draft_head=planted.exports[1], **BUILT))
     asked = [("beside", None), ("beside", "sql"), ("merged", None)]
     hidden, results = [], []
     for name, adapter in asked:
@@ -537,17 +547,13 @@ def test_a_head_drafts_for_rows_with_adapters(
 
 
 def test_a_head_and_a_model_that_do_not_fit_are_refused(made: Made, tmp_path: Path):
-    build(made.exports[0], tmp_path / "plain", precision="fp32", max_context=64)
+    build(BuildRequest(made.exports[0], tmp_path / "plain", precision="fp32", max_context=64))
     with pytest.raises(DraftError, match="build the model with --head"):
         load(tmp_path / "plain", draft=made.bundles[1])
-    with load(made.bundles[1]) as head, pytest.raises(UsageError, match="is a draft head"):
+    with load(made.bundles[1]) as head, pytest.raises(UsageError, check=about("bundle")):
         head.generate([1, 2], max_tokens=2)
-    with pytest.raises(UsageError, check=about("head")):
-        build(made.exports[0], tmp_path / "bundle", head=made.exports[0])
-    with pytest.raises(UsageError, match="draft head, which llmc lowers for cpu alone"):
-        build(made.exports[1], tmp_path / "bundle", target="cuda")
-    with pytest.raises(UsageError, check=about("text")):
-        build(made.exports[1], tmp_path / "bundle", text=tmp_path / "text.txt")
+    with pytest.raises(UsageError, check=about("draft_head")):
+        build(BuildRequest(made.exports[0], tmp_path / "bundle", draft_head=made.exports[0]))
     with pytest.raises(UsageError, check=about("adapters")):
         export(made.head, tmp_path / "bundle", of=made.model, adapters=[(tmp_path, 1.0)])
     assert read_export(made.exports[1]).geometry.head is not None

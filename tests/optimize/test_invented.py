@@ -20,7 +20,6 @@ from llmc.export import export
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import build
 from llmc.optimize.calibrate.layers import calibrate
-from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.judge.reference import Reference, empty_caches
 from llmc.optimize.lower.context import Computed, Float32, LoweringContext, QuantConfig, QuantConfigs, WeightOnly
 from llmc.optimize.lower.onnxruntime import cpu_linears
@@ -30,7 +29,7 @@ from llmc.optimize.plan.device import device_plan
 from llmc.optimize.plan.memory import memory_plan, plan_build, weight_bytes
 from llmc.optimize.progress import silent
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.recipe import Request, resolve
+from llmc.optimize.recipe import BuildRequest, Request, resolve
 from llmc.optimize.targets import capabilities
 from llmc.optimize.weights.store import Calibrated
 from llmc.runtime import Request as Asked
@@ -203,8 +202,8 @@ def test_plans_count_every_linear_and_every_cache(geometry):
         2 * 4 * sum(layer["attention"]["kv_heads"] * layer["attention"]["head_dim"] for layer in invented.LAYERS)
     )
     plan = memory_plan(geometry, limits, recipe, 0)
-    assert plan.cache_per_token + plan.window_per_token == per_token
-    assert device_plan(geometry, limits, replace(recipe, compute="float32")).cache_per_token == per_token
+    assert sum(part.per_position for part in plan.uses if part.name == "cache") == per_token
+    assert device_plan(geometry, limits, replace(recipe, compute="float32"))["cache"].per_position == per_token
     assert plan_build(geometry, replace(recipe, scheme="gptq"), limits, 0, 4, 16).total > 4 * weights
 
 
@@ -250,10 +249,12 @@ def test_calibration_decides_every_linear(family, lowering, tmp_path, geometry, 
 def test_bundles_are_built_and_run(family, tmp_path, options: dict[str, Any]):
     text = tmp_path / "text.txt"
     text.write_text("A lamp in the window, a boat on the river, and somebody who counts them both.\n" * 40)
-    calibration = CalibrationRequest(StreamedDecoder, text, samples=4, length=32)
+    calibration = {"decoder": StreamedDecoder, "calibration": text, "samples": 4, "length": 32}
     needs = options.keys() & {"scheme", "cache", "smoothing"}
     request = Request(max_context=64, max_batch=2, **options)
-    report = build(family / "export", tmp_path / "bundle", recipe=request, calibration=calibration if needs else None)
+    report = build(
+        BuildRequest(family / "export", tmp_path / "bundle", recipe=request, **(calibration if needs else {}))
+    )
     prompt, reference = IDS.tolist(), invented.Reference(family / "checkpoint")
     with load(report.output) as model:
         answer = list(model.generate(prompt, max_tokens=6, temperature=0.0, ignore_eos=True).token_ids)
@@ -297,8 +298,8 @@ def test_a_hybrid_is_lowered_if_all_its_parts_are_listed(hybrid, tmp_path, missi
 def test_a_hybrid_runs_with_prefixes_drafts_and_neighbours(hybrid, tmp_path, monkeypatch):
     monkeypatch.setattr("llmc.runtime.speculation.speculator.Speculator", Always)
     size = {"max_context": 256, "max_batch": 3}
-    build(hybrid / "export", tmp_path / "draft", recipe=Request(precision="int8", **size))
-    build(hybrid / "export", tmp_path / "bundle", recipe=Request(precision="fp32", **size))
+    build(BuildRequest(hybrid / "export", tmp_path / "draft", recipe=Request(precision="int8", **size)))
+    build(BuildRequest(hybrid / "export", tmp_path / "bundle", recipe=Request(precision="fp32", **size)))
     reference, greedy = invented.Reference(hybrid / "checkpoint"), {"max_tokens": 40, "ignore_eos": True}
     prompt = np.random.default_rng(3).integers(1, invented.VOCAB, 80).tolist()
 
@@ -320,7 +321,7 @@ def test_a_hybrid_is_calibrated(hybrid, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("A lamp in the window, a boat on the river, and somebody who counts them both.\n" * 40)
     request = Request(precision="int4", max_context=64, max_batch=2)
-    calibration = CalibrationRequest(StreamedDecoder, text, samples=4, length=32)
-    report = build(hybrid / "export", tmp_path / "bundle", recipe=request, calibration=calibration)
+    calibration = {"decoder": StreamedDecoder, "calibration": text, "samples": 4, "length": 32}
+    report = build(BuildRequest(hybrid / "export", tmp_path / "bundle", recipe=request, **calibration))
     with load(report.output) as model:
         assert len(model.generate(IDS.tolist(), max_tokens=6, ignore_eos=True).token_ids) == 6

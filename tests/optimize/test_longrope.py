@@ -17,6 +17,7 @@ from llmc.export.sources.checkpoint import read_checkpoint
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import build
 from llmc.optimize.judge.reference import Reference
+from llmc.optimize.recipe import BuildRequest
 from llmc.runtime import Model, Request, SamplingParams, load
 from llmc.runtime.engine.scheduler import Scheduler
 
@@ -47,7 +48,11 @@ class Longrope:
 
     def build(self, name: str, **changes: Any) -> Path:
         build(
-            self.case.export, self.folder / name, **{"precision": "fp32", "max_context": 128, "max_batch": 4} | changes
+            BuildRequest(
+                self.case.export,
+                self.folder / name,
+                **{"precision": "fp32", "max_context": 128, "max_batch": 4} | changes,
+            )
         )
         return self.folder / name
 

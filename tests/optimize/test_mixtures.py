@@ -15,7 +15,7 @@ from llmc.optimize.plan.memory import BLOCK_COPIES, EXPERT_COPIES, expert_bytes,
 from llmc.optimize.progress import silent
 from llmc.optimize.quantize import rtn
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.recipe import Request, resolve
+from llmc.optimize.recipe import BuildRequest, Request, resolve
 from llmc.optimize.targets import capabilities
 from llmc.optimize.weights.store import Calibrated
 from llmc.runtime import load
@@ -40,7 +40,7 @@ def mixture(exported):
     ],
 )
 def test_a_mixture_is_built_and_runs_alone_as_together(exported, tmp_path, name, precision):
-    manifest = build(exported(name).export, tmp_path / "b", precision=precision, max_context=64).manifest
+    manifest = build(BuildRequest(exported(name).export, tmp_path / "b", precision=precision, max_context=64)).manifest
     assert manifest.recipe.phases == "shared" and not manifest.recipe.rotated
     assert max(phase.mean_kl for phase in manifest.quality.phases.values()) <= MOST_KL[precision]
     with load(tmp_path / "b", prefill_chunk=8) as model:
@@ -106,22 +106,18 @@ def test_experts_that_saw_few_tokens_share_what_their_layer_read(mixture, tmp_pa
 
 
 def test_equal_bits_are_not_promised(mixture, tmp_path):
-    build(mixture, tmp_path / "b", max_context=64)
+    build(BuildRequest(mixture, tmp_path / "b", max_context=64))
     assert read_bundle(tmp_path / "b").graphs["decode"].invariance.rows == 0
     for level in ("batch", "strict"):
         with pytest.raises(UsageError, match=r"has experts.*use determinism 'fast'"):
             load(tmp_path / "b", determinism=level)
 
 
-@pytest.mark.parametrize(("target", "why"), [("cuda", ""), ("tensorrt-rtx", ", for its parser .* takes no NonZero")])
-def test_gpus_are_refused(mixture, tmp_path, target, why):
-    said = f"target is {target}, and .* has mixtures of experts, which llmc lowers for cpu alone{why}"
-    with pytest.raises(UsageError, match=said):
-        build(mixture, tmp_path / "b", target=target, max_context=64)
-
-
 def test_the_plan_counts_every_expert(mixture, tmp_path):
-    geometry, memory = read_export(mixture).geometry, build(mixture, tmp_path / "b", max_context=64).manifest.memory
+    geometry, memory = (
+        read_export(mixture).geometry,
+        build(BuildRequest(mixture, tmp_path / "b", max_context=64)).manifest.memory,
+    )
     codes_and_scales = sum(item.size for item in geometry.mixtures) * (1 + 4 / 32)
     assert memory.parts(1)["experts"] == round(EXPERT_COPIES * codes_and_scales)
 

@@ -25,8 +25,7 @@ from llmc.export import export
 from llmc.export.sources.checkpoint import read_checkpoint
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import build
-from llmc.optimize.calibrate.request import CalibrationRequest
-from llmc.optimize.recipe import Request
+from llmc.optimize.recipe import BuildRequest, Request
 from llmc.runtime import load
 
 # Of the largest logit: sums in another order cost 1e-6; a sink, a limit or a bias left out more than 1e-2.
@@ -56,7 +55,7 @@ def gpt_oss(exported: Callable[[str], Any], tmp_path_factory: pytest.TempPathFac
 def bundle(gpt_oss: tuple[Path, Any]) -> Path:
     """Built as by default."""
     folder = gpt_oss[0].parent / "bundle"
-    build(gpt_oss[0].parent / "export", folder, max_context=64)
+    build(BuildRequest(gpt_oss[0].parent / "export", folder, max_context=64))
     return folder
 
 
@@ -104,7 +103,9 @@ def test_the_bundle_has_the_checkpoints_bytes(gpt_oss, bundle):
 
 @pytest.mark.parametrize("precision", MOST_KL)
 def test_other_precisions_are_chosen_from_what_the_codes_stand_for(gpt_oss, tmp_path, precision):
-    manifest = build(gpt_oss[0].parent / "export", tmp_path / "b", precision=precision, max_context=64).manifest
+    manifest = build(
+        BuildRequest(gpt_oss[0].parent / "export", tmp_path / "b", precision=precision, max_context=64)
+    ).manifest
     assert max(phase.mean_kl for phase in manifest.quality.phases.values()) <= MOST_KL[precision]
 
 
@@ -113,11 +114,11 @@ def test_a_text_chooses_integers_of_experts(gpt_oss, tmp_path):
     (source / "tokenizer.json").unlink()  # it may be a link
     characters = {"type": "BPE", "vocab": {chr(ord(" ") + number): number for number in range(95)}, "merges": []}
     (source / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": characters}))
-    text = CalibrationRequest(StreamedDecoder, samples=8, length=32)
+    text = {"decoder": StreamedDecoder, "samples": 8, "length": 32}
     made = {}
-    for name, calibration in (("gptq", text), ("rtn", None)):
+    for name, calibration in (("gptq", text), ("rtn", {})):
         manifest = build(
-            source, tmp_path / name, precision="int4", calibration=calibration, recipe=Request(block_size=32)
+            BuildRequest(source, tmp_path / name, precision="int4", **calibration, recipe=Request(block_size=32))
         ).manifest
         assert max(phase.mean_kl for phase in manifest.quality.phases.values()) <= MOST_KL["int4"]
         weights, graph = (tmp_path / name / WEIGHTS_FILE).read_bytes(), ir.load(tmp_path / name / "decoder.onnx").graph
@@ -130,7 +131,7 @@ def test_a_text_chooses_integers_of_experts(gpt_oss, tmp_path):
 
 def test_tokens_are_those_of_transformers(gpt_oss, tmp_path):
     folder, reference = gpt_oss
-    build(folder.parent / "export", tmp_path / "b", recipe=EXACT, max_context=64)
+    build(BuildRequest(folder.parent / "export", tmp_path / "b", recipe=EXACT, max_context=64))
     with load(tmp_path / "b", prefill_chunk=8) as model:
         for prompt in PROMPTS:
             answer = model.generate(prompt, max_tokens=NEW, temperature=0, ignore_eos=True).token_ids
@@ -162,7 +163,7 @@ def test_experts_are_mapped_and_not_copied_at_load(write_random, tmp_path):
     checkpoint = write_random(NAME, hidden_size=256, intermediate_size=512, num_local_experts=16)
     mxfp4.quantize(checkpoint)
     export(checkpoint, tmp_path / "e")
-    parts = build(tmp_path / "e", tmp_path / "b", max_context=64).manifest.memory.parts(64)
+    parts = build(BuildRequest(tmp_path / "e", tmp_path / "b", max_context=64)).manifest.memory.parts(64)
     assert parts["mapped experts"] == 2 * 16 * 3 * 256 * 512 * 17 // 32
     ran = subprocess.run([sys.executable, "-c", LOAD, str(tmp_path / "b")], capture_output=True, text=True, check=True)
     before, after = (int(kilobytes) for kilobytes in re.findall(r"RssAnon:\s*(\d+) kB", ran.stdout))
@@ -237,4 +238,4 @@ def test_scales_are_taken_as_far_as_the_kernel_holds_them(gpt_oss, tmp_path, exp
     save_file(tensors, own / "model.safetensors")
     refused = pytest.raises(CheckpointError, match=r"holds the exponent 253, expected at most 252")
     with contextlib.nullcontext() if is_taken else refused:
-        build(tmp_path / "e", tmp_path / "b", max_context=64)
+        build(BuildRequest(tmp_path / "e", tmp_path / "b", max_context=64))

@@ -18,6 +18,7 @@ from llmc.bundle import EngineConfig, Manifest, read_bundle, verify_files, write
 from llmc.errors import BundleError, GpuError, UsageError
 from llmc.optimize.build import build
 from llmc.optimize.rebuild import rebuild
+from llmc.optimize.recipe import BuildRequest
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.publish import file_entries
 from llmc.runtime import Model, load
@@ -51,7 +52,7 @@ def built(exported: Callable[[str], Any], tmp_path_factory: pytest.TempPathFacto
     """A bundle whose engine is deferred, made once."""
     engine = EngineRequest(deferred=True, optimization_level=2)
     output = tmp_path_factory.mktemp("deferred") / "bundle"
-    build(exported(NAME).export, output, target="tensorrt", precision="fp16", engine=engine, **SMALL)
+    build(BuildRequest(exported(NAME).export, output, target="tensorrt", precision="fp16", engine=engine, **SMALL))
     return output
 
 
@@ -282,7 +283,7 @@ def test_tensorrt_rtx_rebuilds_its_own_engines(
     monkeypatch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: NO_GPU.driver)
     folder = tmp_path / "there" / "bundle"
     engine = EngineRequest(compute_capabilities="8.9", optimization_level=1)
-    build(exported(NAME).export, folder, target="tensorrt-rtx", precision="int8", engine=engine, **SMALL)
+    build(BuildRequest(exported(NAME).export, folder, target="tensorrt-rtx", precision="int8", engine=engine, **SMALL))
     (folder / "engine.plan").unlink()
     rebuild(folder, folder, force=True)
     manifest = check_whole(folder)

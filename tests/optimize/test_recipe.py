@@ -91,10 +91,14 @@ decode_top1_agreement = 0.99
     assert request.budget == Budget(0.1, 0.9, 1.0)
     assert request.expected == Expected(0.01, 0.0, 0.99)
     assert request.engine == EngineRequest("8.6", False, 2_000_000, 3)
+    plain = (
+        *("all keys", "int4", "gptq", 64, False, "int8", "split", "static", 0.5, "2:4", "wanda", "int8-channel"),
+        *("float32", None, 9, 2, 5, 4, 8, None, None, None),
+    )
+    names = [field.name for field in fields(Request)]
     assert replace(request, layers=None, budget=None, engine=None, expected=None) == Request(
-        "all keys", "int4", "gptq", 64, False, "int8", "split", "static", 0.5, "2:4", "wanda", "int8-channel",
-        "float32", None, 9, 2, 5, 4, 8,
-    )  # fmt: skip
+        **dict(zip(names, plain, strict=True))
+    )
 
 
 @pytest.mark.parametrize(

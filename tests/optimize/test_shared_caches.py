@@ -4,14 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from doubles.refusals import about
 
 from llmc.bundle import read_bundle
-from llmc.errors import BuildError, UsageError
 from llmc.optimize.build import build
 from llmc.optimize.judge.layers import layer_errors
 from llmc.optimize.judge.reference import Reference
-from llmc.optimize.recipe import Request
+from llmc.optimize.recipe import BuildRequest, Request
 
 NAMES = ("gemma4-keys-are-values", "gemma4-shared-caches-per-layer-inputs")
 # Decibels that each layer keeps in 8 bits: 30 to 36 were measured. A layer that reads a wrong cache has less than 5.
@@ -24,17 +22,9 @@ def case(request, exported):
 
 
 def test_every_layer_keeps_its_precision_in_8_bits(case, tmp_path: Path):
-    folder = build(case.export, tmp_path / "bundle", precision="int8", recipe=Request(smoothing=0.0)).output
+    folder = build(
+        BuildRequest(case.export, tmp_path / "bundle", precision="int8", recipe=Request(smoothing=0.0))
+    ).output
     windows = np.random.default_rng(40).integers(5, 96, (1, 40))
     for error in layer_errors(folder, read_bundle(folder), Reference(case.export), windows):
         assert error.decibels > LEAST, error
-
-
-def test_another_target_is_refused_by_name(exported, tmp_path: Path):
-    with pytest.raises(UsageError, check=about("target")):
-        build(exported(NAMES[0]).export, tmp_path / "bundle", target="cuda", precision="fp16")
-
-
-def test_an_integer_cache_is_refused_where_layers_share_it(exported, tmp_path: Path):
-    with pytest.raises(BuildError, match="layers of gemma4_text read the caches of others"):
-        build(exported(NAMES[1]).export, tmp_path / "bundle", precision="fp32", recipe=Request(cache="int8"))

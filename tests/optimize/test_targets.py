@@ -8,8 +8,7 @@ from doubles.machines import NO_GPU, ORIN, RTX_4090, THOR, Probe
 
 import llmc
 from llmc.optimize.order import take_order
-from llmc.optimize.progress import silent
-from llmc.optimize.recipe import Request
+from llmc.optimize.recipe import BuildRequest
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import LARGE_GPU, TARGETS, capabilities_for
 from llmc.runtime.diagnose.targets import PRECISIONS, list_absent_precisions
@@ -85,9 +84,8 @@ def test_tensorrts_chunks_are_long_where_the_engines_gpu_is_large(
     monkeypatch.setattr("llmc.runtime.host.probe.probe_driver", lambda: probe.driver)
 
     def limit(**asked: int) -> int:
-        request = Request(engine=EngineRequest(deferred=deferred), **asked)
-        how = {"calibration": None, "text": None, "progress": silent}
-        return take_order(tiny_export, target, request, None, **how)[0].limits.prefill_chunk
+        request = BuildRequest(tiny_export, target=target, engine=EngineRequest(deferred=deferred), **asked)
+        return take_order(request).limits.prefill_chunk
 
     assert limit() == chunk
     assert limit(prefill_chunk=300) == 300

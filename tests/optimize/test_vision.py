@@ -14,10 +14,10 @@ from doubles.geometries import VISION
 from llmc import bundle
 from llmc.bundle.model.linear import Linear
 from llmc.bundle.model.vision import Patching, Vision
-from llmc.errors import BuildError, BundleError, UsageError
+from llmc.errors import BuildError, BundleError
 from llmc.optimize.build import build
 from llmc.optimize.plan.memory import memory_plan
-from llmc.optimize.recipe import Request, resolve
+from llmc.optimize.recipe import BuildRequest, Request, resolve
 from llmc.optimize.targets import capabilities
 from llmc.runtime import load
 from llmc.runtime.loading import verify
@@ -46,7 +46,9 @@ def built(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
     def make(precision: str) -> Path:
         if precision not in made:
-            made[precision] = build(exported, folder / precision, precision=precision, max_context=256).output
+            made[precision] = build(
+                BuildRequest(exported, folder / precision, precision=precision, max_context=256)
+            ).output
         return made[precision]
 
     return make
@@ -63,7 +65,7 @@ def test_the_tower_is_judged_by_the_cosine_of_its_rows(built: Callable[[str], Pa
 def test_a_tower_in_4_bits_is_judged_worse_than_it_may_be(exported: Path, tmp_path: Path):
     """A recipe's patterns reach the tower."""
     recipe = Request(layers={"vision.*": "int4"}, scheme="rtn")
-    report = build(exported, tmp_path / "bundle", precision="int8", recipe=recipe)
+    report = build(BuildRequest(exported, tmp_path / "bundle", precision="int8", recipe=recipe))
     assert report.manifest.similarity is not None
     assert report.manifest.similarity.smallest < LEAST_COSINE
 
@@ -114,15 +116,7 @@ def test_a_tower_that_is_no_vision_transformer_is_no_match(exported: Path, tmp_p
     (tmp_path / "vision.onnx").unlink()
     ir.save(model, tmp_path / "vision.onnx")
     with pytest.raises(BuildError, match="pass 'attend to patches' applied 1 times to the vision graph, 2 expected"):
-        build(tmp_path, tmp_path / "bundle", precision="fp32")
-
-
-@pytest.mark.parametrize("target", ["cuda", "tensorrt"])
-def test_other_targets_are_refused(exported: Path, tmp_path: Path, target: str):
-    with pytest.raises(
-        UsageError, match=r"smolvlm has a tower for images, which llmc lowers for cpu alone; .*--text-only"
-    ):
-        build(exported, tmp_path / "bundle", target=target)
+        build(BuildRequest(tmp_path, tmp_path / "bundle", precision="fp32"))
 
 
 def test_the_plan_counts_the_tower_and_rows_of_images(exported: Path):
@@ -132,9 +126,12 @@ def test_the_plan_counts_the_tower_and_rows_of_images(exported: Path):
     recipe, limits = resolve(Request(precision="fp32"), CPU, 512, "test")
     blind, found = (memory_plan(it, limits, recipe, 0) for it in (replace(geometry, vision=None), seeing))
     weights, values = 4 * (768 * 768 + 3072 * 768), 4 * 1024 * (6 * 3072 + 8 * 768)
-    assert (blind.tower, found.tower) == (0, weights + values + 11_000_000 + 64_000_000 + DECODING_BYTES)
-    assert found.workspace_per_token - blind.workspace_per_token == 4 * geometry.hidden_size
-    assert found.total(100) - blind.total(100) == found.tower + 400 * geometry.hidden_size
+    assert (blind["tower"].fixed, found["tower"].fixed) == (
+        0,
+        weights + values + 11_000_000 + 64_000_000 + DECODING_BYTES,
+    )
+    assert found["workspace"].per_length - blind["workspace"].per_length == 4 * geometry.hidden_size
+    assert found.total(100) - blind.total(100) == found["tower"].fixed + 400 * geometry.hidden_size
 
 
 def test_the_plan_counts_the_patches_of_the_largest_image_that_fits_into_the_context(exported: Path):
@@ -148,6 +145,6 @@ def test_the_plan_counts_the_patches_of_the_largest_image_that_fits_into_the_con
         limits = replace(resolve(Request(precision="fp32"), CPU, 65_536, "test")[1], max_context=context)
         found = memory_plan(seeing, limits, recipe, 0)
         weights, values = 4 * (768 * 768 + 3072 * 768), 4 * 4 * tiles * (6 * 3072 + 8 * 768)
-        assert found.tower == weights + values + 11_000_000 + 64_000_000 + DECODING_BYTES
+        assert found["tower"].fixed == weights + values + 11_000_000 + 64_000_000 + DECODING_BYTES
     blind = memory_plan(replace(geometry, vision=None), limits, recipe, 0)
-    assert found.workspace_per_token - blind.workspace_per_token == 4 * 3 * geometry.hidden_size
+    assert found["workspace"].per_length - blind["workspace"].per_length == 4 * 3 * geometry.hidden_size

@@ -14,10 +14,9 @@ import pytest
 
 from llmc.bundle import Budget, Quality
 from llmc.optimize.build import build
-from llmc.optimize.calibrate.request import CalibrationRequest
 from llmc.optimize.calibrate.text import CalibrationSamples
 from llmc.optimize.judge.evaluate import evaluate
-from llmc.optimize.recipe import Expected, needs_calibration, read_recipe, resolve
+from llmc.optimize.recipe import BuildRequest, Expected, needs_calibration, read_recipe, resolve
 from llmc.optimize.targets import capabilities
 from llmc.runtime import load
 from llmc.runtime.selftest import replay
@@ -76,10 +75,10 @@ def decoder(export: Path, device: str) -> Any:
     return StreamedDecoder(export, device)
 
 
-def build_recipe(path: Path, export: Path, output: Path, calibration: CalibrationRequest) -> Path:
+def build_recipe(path: Path, export: Path, output: Path, **calibration: Any) -> Path:
     """Build a shipped recipe, calibrated if it wants to be."""
     recipe, _ = resolve(read_recipe(path), capabilities("cpu"), 2048, path.stem, calibrated=True)
-    return build(export, output, recipe=path, calibration=calibration if needs_calibration(recipe) else None).output
+    return build(BuildRequest(export, output, recipe=path, **(calibration if needs_calibration(recipe) else {}))).output
 
 
 @pytest.mark.parametrize(
@@ -97,9 +96,10 @@ def build_recipe(path: Path, export: Path, output: Path, calibration: Calibratio
 def test_recipes_build_verify_and_generate_for_families(
     paths: list[Path], family_export: Path, tmp_path: Path, tiny_checkpoint: Path
 ):
-    request = CalibrationRequest(decoder, tiny_checkpoint.parent / "calibration.txt", samples=8, length=16)
+    text = tiny_checkpoint.parent / "calibration.txt"
+    request = {"decoder": decoder, "calibration": text, "samples": 8, "length": 16}
     for path in paths:
-        output = build_recipe(path, family_export, tmp_path / path.stem, request)
+        output = build_recipe(path, family_export, tmp_path / path.stem, **request)
         with load(output, threads=1) as model:
             assert model.manifest.recipe.name == path.stem
             report = replay(model)
@@ -112,10 +112,11 @@ def test_recipes_build_verify_and_generate_for_families(
 def test_a_stream_that_cannot_be_rotated_is_smoothed_where_there_is_a_text(
     family_export: Path, tmp_path: Path, tiny_checkpoint: Path
 ):
-    request = CalibrationRequest(decoder, tiny_checkpoint.parent / "calibration.txt", samples=8, length=16)
-    smoothed = build(family_export, tmp_path / "smoothed", calibration=request).manifest
+    text = tiny_checkpoint.parent / "calibration.txt"
+    request = {"decoder": decoder, "calibration": text, "samples": 8, "length": 16}
+    smoothed = build(BuildRequest(family_export, tmp_path / "smoothed", **request)).manifest
     assert (smoothed.recipe.smoothing, smoothed.recipe.calibration is None) == (0.6, False)
-    plain = build(family_export, tmp_path / "plain").manifest
+    plain = build(BuildRequest(family_export, tmp_path / "plain")).manifest
     assert plain.recipe.smoothing == 0
     assert [any("are smoothed" in note for note in each.notes) for each in (smoothed, plain)] == [False, True]
 
@@ -149,8 +150,15 @@ def measured(tiny_export: Path, tiny_checkpoint: Path, tmp_path: Path) -> Measur
     """The small model, built by the recipe that is the default."""
     texts = tiny_checkpoint.parent
     text = (texts / "validation.txt").read_text(encoding="utf-8")
-    request = CalibrationRequest(decoder, texts / "calibration.txt", CALIBRATION_SAMPLES, CALIBRATION_LENGTH)
-    output = build_recipe(FOLDER / "int8.toml", tiny_export, tmp_path / "int8", request)
+    request = {"decoder": decoder, "calibration": texts / "calibration.txt"}
+    output = build_recipe(
+        FOLDER / "int8.toml",
+        tiny_export,
+        tmp_path / "int8",
+        samples=CALIBRATION_SAMPLES,
+        length=CALIBRATION_LENGTH,
+        **request,
+    )
     with load(output, threads=1, self_test=False) as model:
         ids = model.tokenizer.encode(text, add_special_tokens=False)[: WINDOWS * WINDOW]
         windows = CalibrationSamples(np.reshape(ids, (WINDOWS, WINDOW)), "validation", "", False, len(ids))

@@ -40,7 +40,7 @@ Logits = np.ndarray
 def bundles(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Bundles of the small model in float32: for TensorRT, without an engine, and for CUDA."""
     from llmc.optimize.build import build
-    from llmc.optimize.recipe import Request
+    from llmc.optimize.recipe import BuildRequest, Request
     from llmc.optimize.recipe.engine import EngineRequest
 
     made: dict[str, Path] = {}
@@ -52,7 +52,7 @@ def bundles(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
             output = tmp_path_factory.mktemp(kind) / "bundle"
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("llmc.runtime.sessions.onnxruntime.cuda.open_driver", no_driver)
-                made[kind] = build(tiny_export, output, target=kind, recipe=recipe, engine=engine).output
+                made[kind] = build(BuildRequest(tiny_export, output, target=kind, recipe=recipe, engine=engine)).output
         return made[kind]
 
     return get
@@ -186,7 +186,7 @@ def test_a_bundle_that_is_emulated_is_planned_in_the_machines_memory(bundle: Pat
     assert manifest.device is not None
     assert (found.target.name, found.target.engine) == (manifest.target.name, "onnxruntime")
     assert found.device is None
-    assert found.memory.weights == EMULATED_BYTES * manifest.source.parameters
-    assert found.memory.cache_per_token == manifest.device.cache_per_token
+    assert found.memory["weights"].fixed == EMULATED_BYTES * manifest.source.parameters
+    assert found.memory["cache"] == manifest.device["cache"]
     assert found.memory.total(CONTEXT) > manifest.memory.total(CONTEXT) + EMULATED_BYTES * manifest.source.parameters
     assert (found.files, found.golden, found.limits) == (manifest.files, manifest.golden, manifest.limits)

@@ -10,11 +10,11 @@ import pytest
 from doubles import encoders
 from doubles.refusals import about
 
-from llmc.bundle import Budget, write_manifest
+from llmc.bundle import write_manifest
 from llmc.errors import BundleError, RequestError, UsageError
 from llmc.export import export
-from llmc.optimize import recipe as recipes
 from llmc.optimize.build import build
+from llmc.optimize.recipe import BuildRequest
 from llmc.runtime import Embedder, load
 from llmc.runtime.text.prompts import Prompts
 
@@ -44,7 +44,7 @@ def built(exports: Built, tmp_path_factory: pytest.TempPathFactory) -> Built:
     """Bundles of checkpoints."""
 
     return lambda checkpoint, **choices: (
-        build(exports(checkpoint), tmp_path_factory.mktemp("built") / "bundle", **choices).output
+        build(BuildRequest(exports(checkpoint), tmp_path_factory.mktemp("built") / "bundle", **choices)).output
     )
 
 
@@ -150,19 +150,9 @@ def test_a_document_that_is_too_long_is_refused_or_cut_before_what_the_template_
         ranks.rank("word " * 200, ["a"], truncate=True)
 
 
-@pytest.mark.parametrize(
-    ("choices", "parameter"),
-    [
-        ({"target": "cuda"}, "target"),
-        ({"recipe": recipes.Request(scheme="gptq")}, "scheme"),
-        ({"recipe": recipes.Request(cache="int8")}, "cache"),
-        ({"budget": Budget(max_kl=0.1)}, "budget"),
-        ({"text": Path("text.txt")}, "text"),
-    ],
-)
-def test_what_only_models_that_generate_have_is_refused_before_work(checkpoint, tmp_path, exports, choices, parameter):
-    with pytest.raises(UsageError, check=about(parameter)):
-        build(exports(checkpoint), tmp_path / "bundle", **choices)
+def test_what_only_models_that_generate_have_is_refused_before_work(checkpoint, tmp_path, exports):
+    with pytest.raises(UsageError, check=about("text")):
+        build(BuildRequest(exports(checkpoint), tmp_path / "bundle", text=Path("text.txt")))
 
 
 def test_golden_texts_that_come_out_otherwise_fail_the_self_test(model, tmp_path):

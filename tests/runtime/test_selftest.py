@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doubles.plans import PLAN
+from doubles.plans import PLAN, plan_of
 
-from llmc.bundle import LARGEST_TOLERANCE, DeviceMemory, GoldenPrompt, read_bundle, write_manifest
+from llmc.bundle import LARGEST_TOLERANCE, GoldenPrompt, read_bundle, write_manifest
 from llmc.errors import BundleError
 from llmc.publish import file_entries
 from llmc.runtime import Model, load, selftest
@@ -190,7 +190,7 @@ def test_the_first_load_tests_and_later_ones_remember(tiny_bundle: Path, replays
 def test_the_first_load_of_an_engine_on_its_gpu_replays_all_that_was_recorded(
     model: Model, replays: list[int | None], on_gpu: bool
 ):
-    memory = DeviceMemory(0, 0, 0, 0, 0) if on_gpu else None  # there is none while its graph runs on the CPU
+    memory = plan_of() if on_gpu else None  # there is none while its graph runs on the CPU
     model.manifest = replace(model.manifest, engine=PLAN, device=memory)
     selftest.check_once(model, None)
     assert replays == [None if on_gpu else selftest.QUICK_TOKENS]

@@ -32,23 +32,14 @@ _SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 
 @dataclass(frozen=True)
 class GgufModel:
-    """A model in one or several GGUF files.
+    """A model in one or several GGUF files."""
 
-    Attributes:
-        config: contents of ``config.json``.
-        generation: contents of ``generation_config.json``.
-        texts: contents of the other files that an export needs, by file name.
-        tensors: by the decoder's parameter names.
-        files: all files of the model; the export uses tensors in place.
-        notes: sentences about changes.
-    """
-
-    config: dict[str, Any]
-    generation: dict[str, Any]
-    texts: dict[str, str]
-    tensors: dict[str, Weight]
-    files: tuple[Path, ...]
-    notes: tuple[str, ...]
+    config: dict[str, Any]  # contents of its ``config.json``
+    generation: dict[str, Any]  # contents of its ``generation_config.json``
+    texts: dict[str, str]  # contents of the other files that an export needs, by file name
+    tensors: dict[str, Weight]  # by the names of the decoder's parameters
+    files: tuple[Path, ...]  # all files; the export uses tensors in place
+    notes: tuple[str, ...]  # sentences about what was changed
 
 
 def read_gguf(path: Path) -> GgufModel:

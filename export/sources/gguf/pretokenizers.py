@@ -27,18 +27,12 @@ _DEEPSEEK3 = (
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Patterns in their order.
-
-    Attributes:
-        whole_words: True if a word that is a token is never split, whatever the merges.
-        begins: True if a text begins with the beginning-of-text token by default.
-        composed: True if letters and accents are first composed (Unicode NFC).
-    """
+    """Patterns in their order."""
 
     patterns: tuple[str, ...]
-    whole_words: bool = False
-    begins: bool = False
-    composed: bool = False
+    whole_words: bool = False  # a word that is a token stays whole, whatever merges would make of it
+    begins: bool = False  # a text begins with the BOS token unless the file says otherwise
+    composed: bool = False  # letters and accents are first composed, Unicode's form NFC
 
 
 _OF_GPT2 = PreTokenizer((_GPT2,))

@@ -13,18 +13,13 @@ CACHE_SLOTS = "cache_slots"
 
 @dataclass(frozen=True)
 class Slots:
-    """Shared values of a graph.
+    """Shared values of a graph."""
 
-    Attributes:
-        cache_slots: int64 [A], 0 ... A-1, the input whose length says how many cache positions attention looks at.
-        past_lengths: int64 [B], the graph's input.
-        positions: int64 [B, S] of the new tokens.
-        masks: by window and repeats, bool [B, 1, repeats * S, A], true where a query may look.
-    """
-
+    # int64 [A], 0 ... A-1, the input whose length says how many cache positions attention looks at.
     cache_slots: ir.Value
-    past_lengths: ir.Value
-    positions: ir.Value
+    past_lengths: ir.Value  # int64 [B], the graph's input
+    positions: ir.Value  # int64 [B, S] of the new tokens
+    # by window and repeats, bool [B, 1, repeats * S, A], true where a query may look
     masks: dict[tuple[int, int], ir.Value]
 
     @classmethod

@@ -8,6 +8,8 @@ from typing import Any
 
 from starlette.types import Scope
 
+from llmc.runtime.server.http.call import call_of
+
 # The members of ASGI's scope that a route may look at, and that can be sent elsewhere.
 SENT = ("http_version", "scheme", "query_string", "headers", "client")
 BILL = "llmc.bill"  # type of the message, among those of ASGI, with which a replica tells what the client took
@@ -18,24 +20,24 @@ class ReplicaLostError(Exception):
 
 
 @dataclass(frozen=True)
-class Call:
-    """A request. ``session``: see :func:`session_of`."""
+class Forwarded:
+    """A request as a replica gets it. ``session``: see :func:`session_of`."""
 
     scope: dict[str, Any]
     body: bytes
     session: str
 
 
-def make_call(scope: Scope, body: bytes) -> Call:
+def make_call(scope: Scope, body: bytes) -> Forwarded:
     """A request as it is sent to a replica, for which the application stands at the top of its host."""
     path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
     kept = {name: scope[name] for name in SENT if name in scope}
     own = {"type": "http", "asgi": {"version": "3.0"}, "method": scope.get("method", "POST"), "root_path": ""}
-    known = scope.get("state", {})
-    state = {name: value for name, value in known.items() if isinstance(value, str | None)}
-    if (key := known.get("key")) is not None:
+    key = call_of(scope).client.key
+    state: dict[str, Any] = {name: value for name, value in scope["state"].items() if isinstance(value, str | None)}
+    if key is not None:
         state["key"] = replace(key, digest=b"")  # what it is for, and nothing to recognise it by
-    return Call({**kept, **own, "path": path, "raw_path": path.encode(), "state": state}, body, session_of(body))
+    return Forwarded({**kept, **own, "path": path, "raw_path": path.encode(), "state": state}, body, session_of(body))
 
 
 def session_of(body: bytes) -> str:

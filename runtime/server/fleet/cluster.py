@@ -17,7 +17,7 @@ from llmc.bundle import read_bundle
 from llmc.runtime.api import DRAFT_WORDS
 from llmc.runtime.host.machine import usable_threads
 from llmc.runtime.server.config import ServerConfig, read_config
-from llmc.runtime.server.fleet.calls import Call, ReplicaLostError
+from llmc.runtime.server.fleet.calls import Forwarded, ReplicaLostError
 from llmc.runtime.server.fleet.front import make_front
 from llmc.runtime.server.fleet.replica import Replica
 from llmc.runtime.server.fleet.stages import find_place
@@ -42,7 +42,7 @@ class RayReplicas:
         self._handle = handle
         self._answers = handle.options(method_name="answer", stream=True)
 
-    async def answer(self, call: Call) -> AsyncGenerator[list[Message], None]:
+    async def answer(self, call: Forwarded) -> AsyncGenerator[list[Message], None]:
         answer: Any = self._answers.options(session_id=call.session).remote(call.scope, call.body)
         try:
             async for messages in answer:

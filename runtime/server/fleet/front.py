@@ -14,8 +14,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from llmc.errors import LlmcError
 from llmc.runtime.server.fleet.answers import Answer
-from llmc.runtime.server.fleet.calls import BILL, Call, ReplicaLostError, make_call
-from llmc.runtime.server.http.accounts import CLIENT, NOTHING
+from llmc.runtime.server.fleet.calls import BILL, Forwarded, ReplicaLostError, make_call
+from llmc.runtime.server.http.call import NOTHING, Client, call_of
 from llmc.runtime.server.http.errors import ApiError, from_llmc, refuse
 from llmc.runtime.server.http.streams import unless_gone
 
@@ -24,14 +24,14 @@ log = logging.getLogger(__name__)
 # Replicas that a request is tried on: one that is lost with its machine, and one that was about to go. A request that
 # kills whoever computes it must not bring the fleet down.
 ATTEMPTS = 3
-# What a replica must answer in that answers nothing but questions to itself.
+# Seconds in which a replica must answer /ready.
 ASKED_S = 5.0
 
 
 class Replicas(Protocol):
     """The replicas as the front sees them."""
 
-    def answer(self, call: Call) -> AsyncGenerator[list[Message], None]:
+    def answer(self, call: Forwarded) -> AsyncGenerator[list[Message], None]:
         """The answer of a replica; closing it cancels the request.
         Raises ReplicaLostError: before or amid the answer; ApiError: 429, as many requests wait as may wait."""
 
@@ -59,7 +59,7 @@ class Front:
             call = make_call(scope, await request.body())
             if call.scope["path"] == "/metrics":
                 raise ApiError(404, "/metrics would be one replica's; monitor the replicas by Ray's own metrics")
-            waiting = self._relay(call, answer)
+            waiting = self._relay(call, answer, call_of(scope).client)
             if call.scope["path"] == "/ready":  # without a replica it would wait for one
                 waiting = asyncio.wait_for(waiting, ASKED_S)
             await unless_gone(request.receive, waiting)
@@ -67,9 +67,8 @@ class Front:
             if not answer.started:
                 await refuse(scope, receive, send, _refusal(error))
 
-    async def _relay(self, call: Call, answer: Answer) -> None:
+    async def _relay(self, call: Forwarded, answer: Answer, client: Client) -> None:
         """Send the answer of the first replica that is not lost before it sends any of it."""
-        client = CLIENT.get()
         for _ in range(ATTEMPTS):
             try:
                 async with aclosing(self._replicas.answer(call)) as messages:
@@ -77,7 +76,7 @@ class Front:
                         for message in several:
                             if message["type"] != BILL:
                                 await answer.take(message)
-                            elif client is not None:
+                            else:
                                 client.take(message["bill"])
                 return
             except ReplicaLostError as error:
@@ -85,8 +84,7 @@ class Front:
                 if answer.started:
                     await answer.break_off()
                     return
-                if client is not None:
-                    client.take(NOTHING)  # what was computed in vain costs nothing
+                client.take(NOTHING)  # what was computed in vain costs nothing
         raise ApiError(503, "the replicas that tried to answer were lost; try again later", retry_after_s=1)
 
 

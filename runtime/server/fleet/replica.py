@@ -18,8 +18,8 @@ from llmc.runtime.server.app import make_app
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.fleet.calls import BILL
 from llmc.runtime.server.fleet.stages import StagesOnRay
-from llmc.runtime.server.http.accounts import CLIENT, Bill, Client
-from llmc.runtime.server.models.pool import ModelPool
+from llmc.runtime.server.http.call import Bill, Call, Client
+from llmc.runtime.server.models.pool import Pool
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Replica:
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
         self._bundles: Mapping[str, Path] = {}
-        self._pool: ModelPool | None = None
+        self._pool: Pool | None = None
         self._app: FastAPI | None = None
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
@@ -50,14 +50,14 @@ class Replica:
             options = {**self._config.load_options, "stages": StagesOnRay}
             config = replace(self._config, models=bundles)
             formats = config.tool_formats
-            self._pool = ModelPool(bundles, memory=config.memory, load_options=options, tool_formats=formats)
+            self._pool = Pool(bundles, memory=config.memory, load_options=options, tool_formats=formats)
             self._app = make_app(config, self._pool)
             await self._pool.warm(*self._config.warm)
         else:
             await self._swap(self._pool, bundles)
         self._bundles = bundles
 
-    async def _swap(self, pool: ModelPool, bundles: Mapping[str, Path]) -> None:
+    async def _swap(self, pool: Pool, bundles: Mapping[str, Path]) -> None:
         if bundles.keys() != self._bundles.keys():
             raise UsageError(
                 "models",
@@ -66,7 +66,7 @@ class Replica:
             )
         for name, folder in bundles.items():
             if folder != self._bundles[name]:
-                await pool.swap(name, folder)
+                await pool.place(name).swap(folder)
         await self.refresh()
 
     async def refresh(self) -> None:
@@ -109,8 +109,9 @@ class Replica:
         def report(bill: Bill) -> None:
             sent.put_nowait({"type": BILL, "bill": bill})
 
-        client = Client(scope["state"].get("key"), report)
-        answering = asyncio.ensure_future(self._run(client, scope, body, sent, gone))
+        client = Client(scope["state"].pop("key", None), report)
+        scope["state"]["call"] = Call(client)
+        answering = asyncio.ensure_future(self._run(scope, body, sent, gone))
         try:
             while messages := _take_messages(await sent.get(), sent):
                 if self._ready_pool.lost is not None:
@@ -127,14 +128,8 @@ class Replica:
         os._exit(GpuError.exit_code)
 
     async def _run(
-        self,
-        client: Client,
-        scope: dict[str, Any],
-        body: bytes,
-        sent: "asyncio.Queue[Message | None]",
-        gone: asyncio.Event,
+        self, scope: dict[str, Any], body: bytes, sent: "asyncio.Queue[Message | None]", gone: asyncio.Event
     ) -> None:
-        CLIENT.set(client)  # of this request's task alone
         bodies = iter([{"type": "http.request", "body": body, "more_body": False}])
 
         async def receive() -> Message:
@@ -152,7 +147,7 @@ class Replica:
             sent.put_nowait(None)
 
     @property
-    def _ready_pool(self) -> ModelPool:
+    def _ready_pool(self) -> Pool:
         assert self._pool is not None, "Ray configures a replica before it uses it"
         return self._pool
 

@@ -17,7 +17,7 @@ from starlette.types import Message
 from llmc.errors import EngineClosedError, GpuError, ResourceError, UsageError
 from llmc.runtime.observe.logs import event
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.fleet.calls import Call
+from llmc.runtime.server.fleet.calls import Forwarded
 from llmc.runtime.server.fleet.cluster import RayReplicas, replicas_of
 from llmc.runtime.server.fleet.front import make_front
 from llmc.runtime.server.http.guarded import Guarded
@@ -102,7 +102,7 @@ class Fleet:
         target = ray_serve.RunTarget(self._application, name=NAME, route_prefix=None)
         return ray_serve.run_many([target], wait_for_applications_running=False)[0]
 
-    async def answer(self, call: Call) -> AsyncGenerator[list[Message], None]:
+    async def answer(self, call: Forwarded) -> AsyncGenerator[list[Message], None]:
         async for messages in (await self._replicas()).answer(call):
             yield messages
 

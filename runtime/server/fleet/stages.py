@@ -35,7 +35,7 @@ class StageActor:
         place, manifest = folder / STAGE_FOLDER.format(number), read_stage(folder, number, wanted)
         check_load(place, manifest, manifest.limits.max_context)
         check_files(place, manifest, None)
-        others = note_others(manifest.memory.weights)
+        others = note_others(manifest.memory["weights"].fixed)
         self._session, self._exact = open_engine(place, manifest, min(threads, usable_threads())), exact
         gather_soon(others)
 

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmc.errors import printable
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.http.aside import LARGE, aside, mark
+from llmc.runtime.server.http.call import LARGE, call_of
 from llmc.runtime.server.http.errors import ApiError, refuse
 
 # Values take some fifty times the bytes of "[]," once Python holds them; no request of the API has nearly as many, but
@@ -49,9 +49,10 @@ class Bodies:
             return await _refuse_and_linger(scope, receive, send, error)
         if body is None:  # the client is gone
             return None
-        mark(len(body))
+        call = call_of(scope)
+        call.size = len(body)
         try:
-            scope[PARSED] = await aside(partial(check_json, body))
+            scope[PARSED] = await call.aside(partial(check_json, body))
         except ApiError as error:
             return await refuse(scope, receive, send, error)
         return await self.app(scope, _replay(body, receive), send)

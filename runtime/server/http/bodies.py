@@ -1,15 +1,25 @@
 """Bodies of requests: read strictly, with every sampling parameter of llmc beside those of the dialect."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    PrivateAttr,
+    ValidationInfo,
+    create_model,
+    model_validator,
+)
 from pydantic_core import CoreSchema
 
-from llmc.runtime import GenerationResult, SamplingParams
+from llmc.runtime import SamplingParams
+from llmc.runtime.server.http.call import Call
 from llmc.runtime.server.http.errors import ApiError
-from llmc.runtime.server.http.ignored import ignore
 
 # Parameters whose names mean something else in a dialect, or which it has under another name or type.
 SPOKEN = {"max_tokens", "stop", "logprobs", "logit_bias", "n", "best_of", "prompt_logprobs", "detokenize"}
@@ -25,6 +35,12 @@ KINDS: dict[str, Any] = {
     "tokens": list[int],
     "schema": dict[str, Any] | str,
 }
+
+
+def ignore(info: ValidationInfo, name: str) -> None:
+    """Name an ignored parameter to the call whose body is validated."""
+    if isinstance(info.context, Call):
+        info.context.ignore(name)
 
 
 def _fail_fast(schema: Any) -> None:
@@ -49,24 +65,24 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _leave_out(cls, given: Any) -> Any:
+    def _leave_out(cls, given: Any, info: ValidationInfo) -> Any:
         if not isinstance(given, Mapping):
             return given
         for name in sorted(cls.IGNORED & given.keys()):
             if given[name] not in (None, [], {}):
-                ignore(name)
-        found = {name: value for name, value in given.items() if value is not None and name not in cls.IGNORED}
+                ignore(info, name)
+        kept = {name: value for name, value in given.items() if value is not None and name not in cls.IGNORED}
         extra = cls.model_config.get("extra")
         if extra == "ignore":
             known = cls._known()
-            for name in found:
+            for name in kept:
                 if name not in known:
-                    ignore(name)
-        elif len(found) > len(cls.model_fields) and extra == "forbid":
+                    ignore(info, name)
+        elif len(kept) > len(cls.model_fields) and extra == "forbid":
             known = cls._known()
-            unknown = next(name for name in found if name not in known)  # of a million names one is enough to tell of
-            found = {name: value for name, value in found.items() if name in known or name == unknown}
-        return found
+            unknown = next(name for name in kept if name not in known)  # one of a million is enough to refuse
+            kept = {name: value for name, value in kept.items() if name in known or name == unknown}
+        return kept
 
     @classmethod
     def _known(cls) -> set[str]:
@@ -77,6 +93,21 @@ class Body(BaseModel):
         found = handler(source)
         _fail_fast(found)
         return found
+
+
+class Asked(Body):
+    """The whole body of a request."""
+
+    _call: Call = PrivateAttr(default_factory=Call)
+
+    def model_post_init(self, context: Any) -> None:
+        """Remember the call, which :meth:`ignore` tells."""
+        if isinstance(context, Call):
+            self._call = context
+
+    def ignore(self, name: str) -> None:
+        """See :meth:`llmc.runtime.server.http.call.Call.ignore`."""
+        self._call.ignore(name)
 
 
 class Lenient(Body):
@@ -105,7 +136,7 @@ def kind_among(*known: str) -> Discriminator:
     return Discriminator(kind)
 
 
-# What the routes for chats share beside their own words.
+# Members that all routes for chats have.
 ToolFormat = Annotated[
     str | None, Field(description="how the model writes calls, where its template teaches none; extension of llmc")
 ]
@@ -130,14 +161,6 @@ def list_texts(name: str, given: Any, most: int) -> list[Any]:
     return found
 
 
-class StreamOptions(Body):
-    IGNORED = frozenset({"include_obfuscation"})
-    include_usage: bool | None = None
-    continuous_usage_stats: Annotated[bool | None, Field(description="vLLM's: each chunk tells the usage so far")] = (
-        None
-    )
-
-
 def _collect_sampling() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in fields(SamplingParams):
@@ -149,7 +172,7 @@ def _collect_sampling() -> dict[str, Any]:
     return found
 
 
-# Of the fields that are arguments under the same name.
+# Fields that are arguments under the same name.
 NAMES = (
     *(field.name for field in fields(SamplingParams) if field.name not in SPOKEN),
     "priority",
@@ -158,9 +181,9 @@ NAMES = (
 )
 
 if TYPE_CHECKING:
-    _Sampling = Body
+    _Sampling = Asked
 else:
-    _Sampling = create_model("_Sampling", __base__=Body, **_collect_sampling())
+    _Sampling = create_model("_Sampling", __base__=Asked, **_collect_sampling())
 
 
 ANY = -1  # of parameters that other servers take for none by this value
@@ -236,43 +259,3 @@ class Sampled(_Sampling):
 def _is(value: Any, number: int) -> bool:
     """True if a value of JSON is this number, and no truth value."""
     return not isinstance(value, bool) and isinstance(value, int | float) and value == number
-
-
-def usage_of(results: Sequence[GenerationResult]) -> dict[str, Any]:
-    usages = [result.usage for result in results]
-    return {
-        **_count_tokens(sum(each.prompt_tokens for each in usages), sum(each.completion_tokens for each in usages)),
-        "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in usages)},
-    }
-
-
-def _count_tokens(prompt: int, completion: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-class StreamUsage:
-    """The usage that a stream tells.
-
-    Args:
-        options: None tells none.
-        prompts: tokens of the prompt of each output.
-
-    Attributes:
-        ends: the stream ends with the whole usage.
-    """
-
-    def __init__(self, options: StreamOptions | None, prompts: Sequence[int]) -> None:
-        self.ends = options is not None and options.include_usage is True
-        self._goes_along = options is not None and options.continuous_usage_stats is True
-        self._prompts = prompts
-        self._counts = [0] * len(prompts)
-
-    def add(self, output: int, tokens: int) -> None:
-        """Count new tokens of an output."""
-        self._counts[output] += tokens
-
-    def member(self, output: int) -> dict[str, Any]:
-        """The member of a chunk of an output: its usage so far, null where the end alone tells it."""
-        if self._goes_along:
-            return {"usage": _count_tokens(self._prompts[output], self._counts[output])}
-        return {"usage": None} if self.ends else {}

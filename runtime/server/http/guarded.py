@@ -1,24 +1,29 @@
-"""All that surrounds the application, in its order, and what uvicorn must be told."""
+"""The guards around the application, in their order, and what uvicorn must be told."""
 
 import logging
 import re
 import secrets
 from typing import Any
+from urllib.parse import urlsplit
 
 import httptools
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode
 
-from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.config import ServerConfig, is_local
 from llmc.runtime.server.http.arrival import Bodies
-from llmc.runtime.server.http.keys import Keyring, Keys
-from llmc.runtime.server.http.logs import note
-from llmc.runtime.server.http.origins import Origins, cors
+from llmc.runtime.server.http.call import call_of
+from llmc.runtime.server.http.errors import ApiError, refuse
+from llmc.runtime.server.http.keys import Keyring
 from llmc.runtime.server.http.rates import Rates
 
+LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+EXPOSED = ("x-request-id", "retry-after", "x-ratelimit-*", "x-llmc-answered-by", "x-llmc-upstream-model")
 ANSWERED_BY = "x-llmc-answered-by"  # where there is an upstream, which may have done so
 MOST_HEADERS = 32 << 10  # bytes, a request's first line included
 IDLE_S = 75  # that a connection may stay open between requests: longer than proxies keep theirs
@@ -31,8 +36,7 @@ _ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 
 
 class Guarded:
-    """An application that only those reach who may, within the limits of the settings.
-    Raises UsageError: the keys' file cannot be used."""
+    """The application behind its guards. Raises UsageError: the file of keys cannot be used."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._unguarded = app
@@ -59,14 +63,133 @@ class Guarded:
             self._keyring.reload()
 
 
+class Origins:
+    """Refuse requests that were sent to another name than the service's, and those of foreign pages where no key tells
+    them from the user's own.
+
+    Any web page can make its visitor's browser send requests to the visitor's own machine. Where no key is asked for,
+    it would be served: under a name of its own that it lets point to 127.0.0.1 (DNS rebinding), or with a form.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self.app = app
+        self._names = host_names(config)
+        self._asks_for_keys = config.keys_file is not None
+        self._allowed = frozenset(config.cors_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._check(Headers(scope=scope))
+        except ApiError as error:
+            return await refuse(scope, receive, send, error)
+        return await self.app(scope, receive, send)
+
+    def _check(self, headers: Headers) -> None:
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if self._names is not None and _name(host) not in self._names:
+            said = f"Host is {host[:100]!r}, expected one of {', '.join(sorted(self._names))}; see allowed_hosts"
+            raise ApiError(400, said, code="unknown_host")
+        if origin is None or self._asks_for_keys:
+            return
+        if origin not in self._allowed and not _same(origin, host):
+            said = f"a page of {origin[:100]!r} sent this, expected this service's own; see cors_origins"
+            raise ApiError(403, said, code="foreign_origin")
+
+
+def host_names(config: ServerConfig) -> frozenset[str] | None:
+    """The names that the service answers to; None: any, as a key, or who may open a socket, decides instead."""
+    if config.allowed_hosts:
+        return None if "*" in config.allowed_hosts else frozenset(map(str.lower, config.allowed_hosts))
+    if config.keys_file or config.unix_socket or not is_local(config.host):
+        return None
+    return frozenset({*LOCAL_NAMES, config.host.lower()})
+
+
+def _name(host: str) -> str | None:
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
+
+
+def _same(origin: str, host: str) -> bool:
+    """True if a page came from this service; a proxy may have added TLS, so that the scheme says nothing."""
+    return origin.partition("://")[2].lower() == host.lower()
+
+
+def cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
+    """Tell browsers of the origins whose pages may read answers; where there are none, tell them nothing."""
+    if not config.cors_origins:
+        return app
+    return _Cors(
+        app,
+        allow_origins=config.cors_origins,
+        allow_methods=("GET", "HEAD", "POST", "DELETE"),
+        allow_headers=("*",),  # the official clients send a dozen of their own
+        allow_private_network=True,  # a page of the web may ask a service at home
+        expose_headers=EXPOSED,
+    )
+
+
+class _Cors(CORSMiddleware):
+    def preflight_response(self, request_headers: Headers) -> Response:
+        answer = super().preflight_response(request_headers)
+        if answer.status_code != 200:  # of another origin
+            del answer.headers["access-control-allow-private-network"]
+        return answer
+
+
+class Keys:
+    """Ask for a key on every route but those that are open; without a file, on none.
+
+    The call gets it; what was presented is removed from the headers, so that nothing behind can log it.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, keyring: Keyring | None) -> None:
+        self._app = app
+        self._keyring = keyring
+        self._page = config.page
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        presented = take_key(scope)
+        key = self._keyring.find(presented) if self._keyring and presented else None
+        if self._keyring and key is None and not self._is_open(scope):
+            found = "the API key is unknown" if presented else "there is no API key"
+            message = f"{found}; send one as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            error = ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            return await refuse(scope, receive, send, error)
+        call = call_of(scope)
+        call.client.key = key
+        call.has_admin = self._keyring is not None and self._keyring.has_admin
+        return await self._app(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        """True of liveness, and of the page, which must load before it can ask for a key."""
+        if scope["method"] not in ("GET", "HEAD"):
+            return False
+        path = scope["path"]
+        return path == "/health" or (self._page and (path == "/" or path.startswith("/page/")))
+
+
+def take_key(scope: Scope) -> str:
+    """The key that a client presented, as ``Authorization: Bearer`` or else ``x-api-key``; the request loses it."""
+    headers = Headers(scope=scope)
+    scheme, _, presented = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        presented = headers.get("x-api-key", "")
+    secret = (b"authorization", b"x-api-key")
+    scope["headers"] = [(name, value) for name, value in scope["headers"] if name not in secret]
+    return presented.strip()
+
+
 def accept_offers(app: ASGIApp) -> ASGIApp:
     """Accept the handshake of a WebSocket, which all guards let through;
-    :mod:`llmc.runtime.server.openai.socket` goes on with it."""
+    :mod:`llmc.runtime.server.dialects.socket` goes on with it."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         if not scope.get(OFFER):
             return await app(scope, receive, send)
-        note(route=SOCKET)
+        call_of(scope).note(route=SOCKET)
         await send({"type": "http.response.start", "status": 101, "headers": []})
         return await send({"type": "http.response.body", "body": b""})
 

@@ -1,4 +1,4 @@
-"""API keys from a file, and the middleware that asks for one."""
+"""API keys, read from a file."""
 
 import hashlib
 import hmac
@@ -10,14 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from llmc.errors import UsageError, format_name
 from llmc.runtime.api.request import MOST_PRIORITY
 from llmc.runtime.sampling.ranges import FLAG, Range, integer
-from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.http.errors import ApiError, refuse
 from llmc.strict import TomlError, open_regular, parse_toml
 
 T = TypeVar("T")
@@ -195,49 +190,3 @@ def _digest(path: Path, where: str, table: Mapping[str, Any]) -> bytes:
             f"{where}.key", f"is no {SHORTEST} ... 512 printable ASCII characters without spaces", path=path
         )
     return hashlib.sha256(table["key"].encode()).digest()
-
-
-# -------------------------------------------------------------------------------------------------------- middleware
-
-
-class Keys:
-    """Ask for a key on every route but those that are open; without a file, on none.
-
-    ``scope["state"]`` gets ``key`` (:class:`Key` or None) and ``has_admin`` (True if some key is an admin's); what was
-    presented is removed from the headers, so that nothing behind can log it.
-    """
-
-    def __init__(self, app: ASGIApp, config: ServerConfig, keyring: Keyring | None) -> None:
-        self.app = app
-        self._keyring = keyring
-        self._page = config.page
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        presented = take_key(scope)
-        key = self._keyring.find(presented) if self._keyring and presented else None
-        if self._keyring and key is None and not self._is_open(scope):
-            found = "the API key is unknown" if presented else "there is no API key"
-            message = f"{found}; send one as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
-            error = ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-            return await refuse(scope, receive, send, error)
-        has_admin = self._keyring is not None and self._keyring.has_admin
-        scope.setdefault("state", {}).update(key=key, has_admin=has_admin)
-        return await self.app(scope, receive, send)
-
-    def _is_open(self, scope: Scope) -> bool:
-        """True of liveness, and of the page, which must load before it can ask for a key."""
-        if scope["method"] not in ("GET", "HEAD"):
-            return False
-        path = scope["path"]
-        return path == "/health" or (self._page and (path == "/" or path.startswith("/page/")))
-
-
-def take_key(scope: Scope) -> str:
-    """The key that a client presented, as ``Authorization: Bearer`` or else ``x-api-key``; the request loses it."""
-    headers = Headers(scope=scope)
-    scheme, _, presented = headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
-        presented = headers.get("x-api-key", "")
-    secret = (b"authorization", b"x-api-key")
-    scope["headers"] = [(name, value) for name, value in scope["headers"] if name not in secret]
-    return presented.strip()

@@ -8,8 +8,6 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llmc.errors import LlmcError, printable
 from llmc.runtime.api.handle import Handle
 from llmc.runtime.observe.logs import JsonFormatter, event, fields_of
+from llmc.runtime.server.http.call import Call, call_of
 
 log = logging.getLogger(__name__)
 
@@ -49,29 +48,6 @@ def costs_of(handles: Sequence[Handle]) -> dict[str, int | float | None]:
     return {"prompt_tokens": prompt, "cached_tokens": cached, "output_tokens": output, "ttft_s": seconds}
 
 
-@dataclass
-class Record:
-    """A request as far as it is known while it is answered; fields whose value is None are not written."""
-
-    fields: dict[str, Any] = field(default_factory=dict)
-    handles: list[Handle] = field(default_factory=list)
-
-
-_RECORD: ContextVar[Record | None] = ContextVar("llmc_request", default=None)
-
-
-def note(**fields: Any) -> None:
-    """Write these fields in the line of the request that this task answers; nothing happens outside of one."""
-    if (record := _RECORD.get()) is not None:
-        record.fields.update(fields)
-
-
-def watch(handle: Handle) -> None:
-    """Write the tokens and times of what was submitted in the line of the request that this task answers."""
-    if (record := _RECORD.get()) is not None:
-        record.handles.append(handle)
-
-
 class RequestLog:
     """Write a line for each request once it has ended; the outermost of all.
 
@@ -89,26 +65,24 @@ class RequestLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        record, start = Record(), time.perf_counter()
-        token = _RECORD.set(record)
-        receive, send = self._record_bytes(record, receive, send)
+        call, start = call_of(scope), time.perf_counter()
+        receive, send = self._record_bytes(call, receive, send)
         try:
-            await self._app(scope, receive, _note_status(record, send))
+            await self._app(scope, receive, _note_status(call, send))
         except Exception as error:  # noqa: BLE001 - written here with the request's id; the framework has answered
-            record.fields.setdefault("status", 500)
+            call.fields.setdefault("status", 500)
             self._log_failure(scope, error)
         finally:
-            _RECORD.reset(token)
-            _write(scope, record, time.perf_counter() - start)
+            _write(scope, call, time.perf_counter() - start)
 
-    def _record_bytes(self, record: Record, receive: Receive, send: Send) -> tuple[Receive, Send]:
-        """Wrap both so that the record gets their bytes, if bodies are logged."""
+    def _record_bytes(self, call: Call, receive: Receive, send: Send) -> tuple[Receive, Send]:
+        """Wrap both so that the call gets their bytes, if bodies are logged."""
         if not self._bodies:
             return receive, send
 
         def write_down(name: str, message: Message) -> None:
             data = message.get("body", b"").decode("utf-8", "replace")
-            record.fields[name] = (record.fields.get(name, "") + data)[:LOGGED_BYTES]
+            call.fields[name] = (call.fields.get(name, "") + data)[:LOGGED_BYTES]
 
         async def receive_logged() -> Message:
             message = await receive()
@@ -124,37 +98,33 @@ class RequestLog:
     def _log_failure(self, scope: Scope, error: Exception) -> None:
         said = str(error) if self._bodies else None
         place = "".join(traceback.format_tb(error.__traceback__)).rstrip()
-        fields = {"request_id": _state(scope, "request_id"), "error": type(error).__name__, "said": said}
+        fields = {"request_id": scope["state"].get("request_id"), "error": type(error).__name__, "said": said}
         event(log, "request failed", level=logging.ERROR, **_drop_missing(fields), traceback=place)
 
 
-def _note_status(record: Record, send: Send) -> Send:
+def _note_status(call: Call, send: Send) -> Send:
     async def send_noted(message: Message) -> None:
         if message["type"] == "http.response.start":
-            record.fields["status"] = message["status"]
+            call.fields["status"] = message["status"]
         await send(message)
 
     return send_noted
 
 
-def _write(scope: Scope, record: Record, seconds: float) -> None:
-    # Of the pattern: guards around the application do not see it, and a path may hold anything.
-    record.fields.setdefault("route", getattr(scope.get("route"), "path", None))
+def _write(scope: Scope, call: Call, seconds: float) -> None:
+    # The route's pattern, since a path may hold anything; guards around the application do not see it.
+    call.fields.setdefault("route", getattr(scope.get("route"), "path", None))
     fields = {
-        "request_id": _state(scope, "request_id"),
-        "key": getattr(_state(scope, "key"), "name", None),
+        "request_id": scope["state"].get("request_id"),
+        "key": call.client.name,
         "method": scope["method"],
-        **record.fields,
-        **costs_of(record.handles),
+        **call.fields,
+        **costs_of(call.client.handles),
         "duration_s": round(seconds, 6),
     }
-    status = record.fields.get("status", 499)  # nginx's number where the client left before the answer began
-    quiet = record.fields.get("route") in QUIET and status < 500
+    status = call.fields.get("status", 499)  # nginx's number where the client left before the answer began
+    quiet = call.fields.get("route") in QUIET and status < 500
     event(log, "request", level=logging.DEBUG if quiet else logging.INFO, **_drop_missing({**fields, "status": status}))
-
-
-def _state(scope: Scope, name: str) -> Any:
-    return scope.get("state", {}).get(name)
 
 
 def _drop_missing(fields: dict[str, Any]) -> dict[str, Any]:

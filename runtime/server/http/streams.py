@@ -10,19 +10,18 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from llmc.errors import LlmcError
-from llmc.runtime.server.http.aside import SHORT, apart, room_beside
+from llmc.runtime.server.http.call import SHORT, apart, room_beside
 from llmc.runtime.server.http.errors import ApiError, from_llmc
 from llmc.strict import escape_line_ends
 
 T = TypeVar("T")
 PIECE = 256  # items of a list that are encoded in one call
 HEARTBEAT = b": heartbeat\n\n"  # a comment, which clients skip
-DONE = b"data: [DONE]\n\n"
 # Proxies must neither keep nor collect the events (X-Accel-Buffering is nginx's).
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-# What is encoded was made here and holds no circle; looking for one takes longer than all the rest.
+# No check for circles: answers have none, and the check takes longer than the encoding.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False)
 
 
@@ -147,8 +146,3 @@ async def guard_pieces(
         else:
             if end:
                 yield end
-
-
-def guard_chunks(chunks: AsyncIterator[str]) -> AsyncIterator[bytes]:
-    """Chunks of OpenAI's older dialects as events, and an error as the last one of them, or ``[DONE]``."""
-    return guard_pieces(chunks, lambda chunk: f"data: {chunk}\n\n".encode(), lambda error: event(error.body), end=DONE)

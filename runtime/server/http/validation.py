@@ -15,7 +15,7 @@ from llmc.errors import format_value, printable
 from llmc.runtime.sampling.neighbours import neighbour
 from llmc.runtime.sampling.params import PARAMETERS
 from llmc.runtime.server.http.arrival import PARSED, value_of
-from llmc.runtime.server.http.aside import aside, mark
+from llmc.runtime.server.http.call import Call, call_of
 from llmc.runtime.server.http.errors import ApiError
 
 M = TypeVar("M", bound=BaseModel)
@@ -24,7 +24,7 @@ NO_OBJECT = "the body is no JSON object; send one, with the header content-type:
 Place = tuple[str | int, ...]
 # Parameters of addresses that clients send by themselves, and that change nothing: Anthropic's of its beta resources.
 _ALLOWED = {"/v1/messages": ("beta",), "/v1/messages/count_tokens": ("beta",)}
-# What a value is expected to be, by the kind of pydantic's error; its own sentences speak of Python.
+# The expected value by kind of pydantic's error, whose own sentences speak of Python.
 _EXPECTED: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "string_type": lambda of: "a text",
     "int_type": lambda of: "an integer",
@@ -86,7 +86,7 @@ def _describe_fault(
         if count == 0:
             return f"is empty, expected {bound} items"
         return f"holds {'other' if count is None else count} items, expected {bound}"
-    # Of a value that fits none of several kinds each is told of.
+    # A value that fits no member of a union: list what each member expects.
     kinds = [
         _EXPECTED[other["type"]](other.get("ctx", {}))
         for other, place in zip(found, places, strict=True)
@@ -139,7 +139,7 @@ def _value_at(place: Place, at: Any) -> Any:
 
 
 def _trace_place(parts: Place, at: Any) -> tuple[Place, bool]:
-    """Those of ``parts`` that lead through a value, as many as can; and True if the last one is among them."""
+    """The longest sequence of ``parts`` that leads through a value, and True if it includes the last one."""
     if not parts:
         return (), False
     part, rest = parts[0], parts[1:]
@@ -187,11 +187,12 @@ async def read_request(kind: type[M], request: Request) -> M:
     content, parsed = await request.body(), request.scope.pop(PARSED, None)  # which nobody is to keep
     if content and not declares_json(request):
         raise ApiError(400, NO_OBJECT)
-    mark(len(content))
-    return await aside(partial(_read, kind, content, parsed))
+    call = call_of(request.scope)
+    call.size = len(content)
+    return await call.aside(partial(_read, kind, call, content, parsed))
 
 
-def _read(kind: type[M], content: bytes, parsed: Any = None) -> M:
+def _read(kind: type[M], call: Call, content: bytes, parsed: Any) -> M:
     if not content.strip():
         raise ApiError(400, "the body is empty, expected a JSON object")
     try:
@@ -204,7 +205,7 @@ def _read(kind: type[M], content: bytes, parsed: Any = None) -> M:
     if not isinstance(parsed, dict):
         raise ApiError(400, NO_OBJECT)
     try:
-        return kind.model_validate(parsed)
+        return kind.model_validate(parsed, context=call)
     except ValidationError as error:
         faults = error.errors(include_url=False)
         raise api_error([{**fault, "loc": ("body", *fault["loc"])} for fault in faults], parsed) from error

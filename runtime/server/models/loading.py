@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from llmc.bundle import Manifest, publication, read_bundle
+from llmc.bundle.model.kinds import allows
 from llmc.errors import BundleError, RequestError, UsageError
-from llmc.runtime.api.options import PREFIX_OPTIONS, EngineOptions, row_limit
+from llmc.runtime.api.options import EngineOptions, row_limit
 from llmc.runtime.generator import Generator
 from llmc.runtime.loaded import LoadedBundle
 from llmc.runtime.loading import MemoryNeed, load, memory_need
@@ -17,7 +18,7 @@ from llmc.runtime.sessions.staged import plan_together, read_stages
 
 log = logging.getLogger(__name__)
 
-_ENGINE_OPTIONS = {option.name for option in fields(EngineOptions)}
+_DEFAULTS = {option.name: option.default for option in fields(EngineOptions)}
 
 
 class Loader:
@@ -43,9 +44,8 @@ class Loader:
 
     def options_of(self, manifest: Manifest) -> dict[str, Any]:
         """Arguments of ``load`` for a bundle: those of an engine only if it has one, which may keep no prefixes."""
-        geometry = manifest.geometry
-        left_out = _ENGINE_OPTIONS if geometry.encoder else PREFIX_OPTIONS if geometry.diffusion else ()
-        return {name: value for name, value in self.options.items() if name not in left_out}
+        barred = [name for name in _DEFAULTS if not allows(manifest.geometry, name)]
+        return {name: value for name, value in self.options.items() if name not in barred}
 
     def check_options(self, folder: Path) -> None:
         manifest = self.read(folder)
@@ -57,8 +57,8 @@ class Loader:
                 f"is {context}, the bundle was built for {most}",
                 "lower it, or build with a larger --max-context",
             )
-        if manifest.geometry.encoder is None:
-            row_limit(manifest, EngineOptions(**{k: v for k, v in options.items() if k in _ENGINE_OPTIONS}))
+        if allows(manifest.geometry, "max_batch"):
+            row_limit(manifest, EngineOptions(**{k: v for k, v in options.items() if k in _DEFAULTS}))
 
     def load(
         self, folder: Path, memory: int | None, adapters: Mapping[str, Path], tool_format: str | None = None
@@ -70,11 +70,12 @@ class Loader:
             LlmcError: as :func:`llmc.runtime.load`.
         """
         manifest = self.read(folder)
-        if manifest.geometry.diffusion and (given := [name for name in PREFIX_OPTIONS if self.options.get(name)]):
-            log.warning("%s fills masks, so it keeps no prefixes: no use of %s", folder, " and ".join(given))
+        unused = self.options.keys() - self.options_of(manifest).keys()
+        if given := sorted(name for name in unused if self.options[name] not in (None, _DEFAULTS[name])):
+            log.warning("%s cannot use %s, and is loaded without", folder, " and ".join(given))
         try:
             options = self.options_of(manifest)
-            if tool_format is not None and not manifest.geometry.encoder:
+            if tool_format is not None and allows(manifest.geometry, "tool_format"):
                 options["tool_format"] = tool_format
             model = load(folder, kind=LoadedBundle, memory=memory, adapters=adapters, **options)
         except (UsageError, RequestError) as error:  # the latter of a draft

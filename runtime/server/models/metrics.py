@@ -9,10 +9,10 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llmc.runtime.server.http.accounts import allows_model
+from llmc.runtime.server.http.call import Client
 
 if TYPE_CHECKING:
-    from llmc.runtime.server.models.pool import ModelPool
+    from llmc.runtime.server.models.pool import Pool
 
 SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -68,9 +68,9 @@ class HttpMetrics:
         self._requests.labels(route, scope["method"], str(status)).inc()
         self._seconds.labels(route, scope["method"]).observe(seconds)
 
-    def exposition(self, pool: "ModelPool") -> bytes:
-        """All of it that the present client may see, in the text format of Prometheus."""
-        return generate_latest(self._registry) + generate_latest(_Models(pool))
+    def exposition(self, pool: "Pool", client: Client) -> bytes:
+        """All metrics that a client may see, in the text format of Prometheus."""
+        return generate_latest(self._registry) + generate_latest(_Models(pool, client))
 
 
 class _Models(Collector):
@@ -79,19 +79,19 @@ class _Models(Collector):
     A family of metrics comes once, with the samples of all models.
     """
 
-    def __init__(self, pool: "ModelPool") -> None:
-        self._pool = pool
+    def __init__(self, pool: "Pool", client: Client) -> None:
+        self._pool, self._client = pool, client
 
     def collect(self) -> Iterator[Any]:
         states = GaugeMetricFamily(
             "llmc_model_state", "1 for the state that a model is in.", labels=("model_name", "state")
         )
         for name, state in self._pool.states().items():
-            if allows_model(name):
+            if self._client.allows(name):
                 states.add_metric((name, state.phase), 1)
         yield states
         families: dict[str, Any] = {}
-        models = ((name, model) for name, model in self._pool.models().items() if allows_model(name))
+        models = ((name, model) for name, model in self._pool.models().items() if self._client.allows(name))
         for name, model in models:
             for family in model.metric_families({"model_name": name}):
                 if family.name in families:

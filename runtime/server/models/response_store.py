@@ -121,7 +121,7 @@ class ResponseStore:
         return self._kept[owner, name]
 
     def _use(self, owner: str | None, name: str | None) -> None:
-        """Make a conversation newer than what goes on from it, so that it does not leave before."""
+        """Mark a conversation and its ancestors as recently used."""
         while name is not None and (owner, name) in self._kept:
             self._kept.move_to_end((owner, name))
             name = self._kept[owner, name].previous

@@ -1,11 +1,9 @@
-"""The service behind every dialect: models for requests, held while they are answered, and bounds of what is asked."""
+"""The service behind every dialect: its models, its threads, and the bounds of what a request may ask for."""
 
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from anyio import CapacityLimiter, move_on_after, sleep, to_thread
@@ -15,24 +13,13 @@ from starlette.requests import Request
 from llmc.errors import QueueFullError, format_value
 from llmc.runtime import Handle, Model
 from llmc.runtime.api.request import MOST_PRIORITY
-from llmc.runtime.server.http.accounts import (
-    allows_model,
-    charge,
-    check_model,
-    key_name,
-    lets_write_special,
-    lowest_priority,
-    spend,
-)
-from llmc.runtime.server.http.aside import SHORT, aside, room_beside
+from llmc.runtime.server.http.call import SHORT, Call, Client, room_beside
 from llmc.runtime.server.http.errors import ApiError, name_parameters
-from llmc.runtime.server.http.ignored import ignore
-from llmc.runtime.server.http.logs import watch
 from llmc.runtime.server.models.response_store import ResponseStore
 
 if TYPE_CHECKING:
     from llmc.runtime.server.config import ServerConfig
-    from llmc.runtime.server.models.pool import ModelPool
+    from llmc.runtime.server.models.pool import Pool
 
 H = TypeVar("H", bound=Handle)
 T = TypeVar("T")
@@ -60,9 +47,9 @@ class Workers:
         self._all = CapacityLimiter(threads)
         self._keys: dict[str, CapacityLimiter] = {}
 
-    async def run(self, work: Callable[[], T]) -> T:
-        """The result of the present client's work. Raises QueueFullError: as many wait already as may."""
-        name = key_name()
+    async def run(self, client: Client, work: Callable[[], T]) -> T:
+        """Run a client's work. Raises QueueFullError: as many of its requests wait already as may."""
+        name = client.name
         own = self._all if name is None else self._keys.setdefault(name, CapacityLimiter(self._of_key))
         if (waiting := own.statistics().tasks_waiting) >= self._waiting:
             raise QueueFullError(f"{waiting} requests with {self._kind} wait already; try again later")
@@ -75,7 +62,7 @@ class Workers:
 class Service:
     """The part that all routes share."""
 
-    def __init__(self, config: "ServerConfig", pool: "ModelPool") -> None:
+    def __init__(self, config: "ServerConfig", pool: "Pool") -> None:
         self.config = config
         self.pool = pool
         self.started = int(time.time())
@@ -89,7 +76,7 @@ class Service:
         self.images = Workers("images", threads=4, of_key=2, waiting=64)
         self.responses = ResponseStore(config.response_store_bytes)
         self.draining = False
-        """True once the server goes down: what runs is finished, and balancers are to send nobody."""
+        """True once the server goes down: running requests finish, and balancers are to send no more."""
 
     @property
     def warm(self) -> tuple[str, ...]:
@@ -98,86 +85,68 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        """True if requests may come: what is loaded at the start was, the GPU is there, and the server stays."""
+        """True if requests may come: the models of the start are loaded, the GPU is there, and the server stays."""
         states = self.pool.states()
         loaded = all(states[name].loads > 0 and states[name].phase != "failed" for name in self.warm)
         return not self.draining and self.pool.lost is None and loaded
 
-    def name(self, asked: str | None, *, adapters: bool = True) -> str:
-        """The name of the model, or adapter, asked for; the first one of the client's where none was.
+    def names(self, client: Client) -> tuple[str, ...]:
+        """Models that the client's key is for, and adapters after them."""
+        return tuple(filter(client.allows, (*self.pool.names, *self.pool.adapters)))
+
+    def find(self, client: Client, asked: str | None, *, adapters: bool = True) -> str:
+        """The name of the model or adapter asked for; the client's first one if none was.
 
         Args:
-            adapters: False where a model alone will do.
+            adapters: False to accept models only.
 
         Raises:
             ApiError: 404, there is no such model; 403, the client's key is not for it.
         """
         served = (*self.pool.names, *self.pool.adapters) if adapters else self.pool.names
-        known = tuple(filter(allows_model, served))
-        if asked is None and not known:
+        if asked in served:
+            client.check_model(asked)
+            return asked
+        known = tuple(filter(client.allows, served))
+        if asked is not None:
+            message = f"the model {asked[:100]!r} is not here, expected {', '.join(known) or 'another key'}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        if not known:
             raise ApiError(403, "the key is for none of the models here; use another one", code="model_not_allowed")
-        asked = known[0] if asked is None else asked
-        if asked not in served:
-            said = f"the model {asked[:100]!r} is not here, expected {', '.join(known) or 'another key'}"
-            raise ApiError(404, said, param="model", code="model_not_found")
-        check_model(asked)
-        return asked
+        return known[0]
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Models that the present client's key is for, and adapters after them."""
-        return tuple(filter(allows_model, (*self.pool.names, *self.pool.adapters)))
+    def find_for(self, call: Call, asked: str | None, wanted: str | None) -> str:
+        """:meth:`find` a model that does this work, without loading it, and log its name.
 
-    def adapter(self, asked: str | None) -> dict[str, str]:
-        """The argument of a request to the model that names the adapter asked for; none where none was."""
-        name = self.name(asked)
-        return {"adapter": name} if name in self.pool.adapters else {}
+        Args:
+            wanted: a key of :data:`WORK`.
 
-    def check_work(self, asked: str | None, wanted: str | None) -> None:
-        """Refuse a model that does something else, without loading it.
-        ``wanted``: a key of :data:`WORK`. Raises ApiError: 400, naming it."""
-        name = self.name(asked)
+        Raises:
+            ApiError: as :meth:`find`; 400, the model does something else.
+        """
+        name = self.find(call.client, asked)
         encoder = self.pool.manifest(name).geometry.encoder
-        found = encoder.result if encoder else None
-        if found != wanted:
-            said = f"the model {name!r} {WORK[found]}, expected one that {WORK[wanted]}"
-            raise ApiError(400, f"{said}; GET /v1/models lists what there is", param="model")
-
-    def model(self, asked: str | None) -> AbstractAsyncContextManager[Any]:
-        """The model, loaded, and kept while the block runs."""
-        return self.pool.lease(self.name(asked))
-
-    def echo_name(self, asked: str | None) -> str:
-        """The name that an answer tells: the one asked for, whose adapter may have been unloaded by now."""
-        return self.name(None) if asked is None else asked
-
-    def head(self, prefix: str, kind: str, model: Model, asked: str | None) -> dict[str, Any]:
-        """The members with which an answer in OpenAI's older dialects, and each of its pieces, begins."""
-        return {
-            "id": new_id(f"{prefix}-"),
-            "object": kind,
-            "created": int(time.time()),
-            "model": self.echo_name(asked),
-            "system_fingerprint": f"fp_{model.manifest.source.fingerprint[:12]}",
-        }
-
-    def generator(self, asked: str | None) -> AbstractAsyncContextManager[Model]:
-        """:meth:`model` for routes that generate. Raises ApiError: 400, the model does something else."""
-        self.check_work(asked, None)
-        return self.model(asked)
+        result = encoder.result if encoder else None
+        if result != wanted:
+            message = f"the model {name!r} {WORK[result]}, expected one that {WORK[wanted]}"
+            raise ApiError(400, f"{message}; GET /v1/models lists what there is", param="model")
+        call.note(model=name)
+        return name
 
     async def count_tokens(
-        self, asked: str | None, names: Mapping[str, str], tokenize: Callable[[Model], list[int]]
+        self, call: Call, asked: str | None, names: Mapping[str, str], tokenize: Callable[[Model], list[int]]
     ) -> int:
-        """The tokens of a prompt, which are made in one of few threads, and charged as a prompt's are.
-        ``names``: as of :meth:`submit`."""
-        async with self.generator(asked) as model:
+        """Count the tokens of a prompt in one of few threads; they are charged as a prompt's.
+        ``names``: the dialect's own names of parameters."""
+        async with self.pool.lease(self.find_for(call, asked, None)) as model:
             with name_parameters(names):
-                count = await self.tokenizing.run(lambda: len(tokenize(model)))
-        spend(tokens=count)
+                count = await self.tokenizing.run(call.client, lambda: len(tokenize(model)))
+        call.client.spend(tokens=count)
         return count
 
-    def bound_sampling(self, sampling: dict[str, Any], prompts: int = 1, *, raw: bool = False) -> dict[str, Any]:
+    def bound_sampling(
+        self, call: Call, sampling: dict[str, Any], prompts: int = 1, *, raw: bool = False
+    ) -> dict[str, Any]:
         """Sampling arguments within what this server lets a request ask for, and the scope of its cached prefixes. A
         priority before the key's is set to the key's.
 
@@ -190,77 +159,51 @@ class Service:
                 tokens that a text spells, where the server does not allow it; 429, each prompt is a request, and the
                 key's rate has no room for them.
         """
-        allowed = self.config.allow_special or (raw and self.config.raw_special and lets_write_special())
+        client, key = call.client, call.client.key
+        allowed = self.config.allow_special or (raw and self.config.raw_special and (key is None or key.raw_special))
         if sampling.get("parse_special") and not allowed:
             raise ApiError(400, "parse_special is true, which this server does not allow", param="parse_special")
         if raw:
             sampling = {"parse_special": allowed, **sampling}
         most, longest = self.config.max_request_tokens, self.config.request_deadline_s
         if most is not None:
-            outputs = prompts * max(sampling.get(name) or 1 for name in ("n", "best_of", "num_beams"))
-            if outputs > most:
-                said = f"{format_value(outputs)} outputs are asked for, of which this server allows {most} tokens"
-                raise ApiError(400, f"{said}; ask for fewer", param="n" if prompts == 1 else "prompt")
-            asked = sampling.get("max_tokens", most // outputs)
-            if asked * outputs > most:
-                said = f"{format_value(asked)} tokens of {outputs} outputs" if outputs > 1 else format_value(asked)
-                raise ApiError(
-                    400, f"max_tokens is {said}, this server allows {most}; ask for less", param="max_tokens"
-                )
-            sampling = {**sampling, "max_tokens": asked}
+            sampling = {**sampling, "max_tokens": _bound_tokens(most, sampling, prompts)}
         if longest is not None:
             sampling = {**sampling, "deadline_s": min(sampling.get("deadline_s", longest), longest)}
-        if -MOST_PRIORITY <= sampling.get("priority", 0) < lowest_priority():
-            ignore("priority")
-            sampling = {**sampling, "priority": lowest_priority()}
+        lowest = key.lowest_priority if key else 0
+        if -MOST_PRIORITY <= sampling.get("priority", 0) < lowest:
+            call.ignore("priority")
+            sampling = {**sampling, "priority": lowest}
         if prompts > 1:
-            spend(requests=prompts - 1)
-        return {**sampling, "prefix_scope": None if self.config.prefix_cache_scope == "shared" else key_name()}
+            client.spend(requests=prompts - 1)
+        return {**sampling, "prefix_scope": None if self.config.prefix_cache_scope == "shared" else client.name}
 
-    async def submit(
-        self, held: AsyncExitStack, asked: str | None, names: Mapping[str, str], make: Callable[[Model], partial[H]]
-    ) -> tuple[Model, H]:
-        """The model asked for and a request submitted to it, which are held until ``held`` is closed.
+    async def submit(self, client: Client, prompt: Any, arguments: Mapping[str, Any], start: Callable[[], H]) -> H:
+        """Submit a request, inline if it is short: waking a thread takes as long as a short prompt's work, while
+        tokenizing, a chat template or a grammar may take long.
 
-        Args:
-            names: the dialect's own names of parameters; see :func:`llmc.runtime.server.http.errors.name_parameters`.
-            make: makes the call that submits the request.
-        """
-        model = await held.enter_async_context(self.generator(asked))
-        with name_parameters(names):
-            call = partial(await aside(partial(make, model)), **self.adapter(asked))
-            handle = await self.submit_promptly(call)
-        held.callback(handle.cancel)
-        await self.wait_turn(handle)
-        return model, handle
-
-    async def submit_promptly(self, submit: Callable[[], H]) -> H:
-        """A request submitted: at once where it is short, for a thread's waking takes as long as its work, and else in
-        a thread, as tokenizing a prompt, a chat template's work and compiling a grammar may take long.
-
-        Those with a grammar and those with images have threads of their own, so that any number of slow ones keeps
+        Requests with a grammar and those with images have threads of their own, so that any number of slow ones keeps
         no other waiting.
 
         Args:
-            submit: submits it; all that the client gave is among its arguments, or in a mapping there.
+            prompt: what the model reads: messages, text or tokens.
+            start: submits it.
 
         Raises:
             QueueFullError: too many wait for these threads already.
         """
-        given = [*submit.args, submit.keywords] if isinstance(submit, partial) else []
-        if any(map(_hold_image, given)):
-            handle = await self.images.run(submit)
-        elif any(one.get(name) is not None for one in given if isinstance(one, Mapping) for name in GUIDES):
-            handle = await self.compilers.run(submit)
-        elif given and room_beside(given, SHORT) >= 0:
-            handle = submit()
+        if _holds_image(prompt):
+            handle = await self.images.run(client, start)
+        elif any(arguments.get(name) is not None for name in GUIDES):
+            handle = await self.compilers.run(client, start)
+        elif room_beside([prompt, arguments], SHORT) >= 0:
+            handle = start()
         else:
-            handle = await to_thread.run_sync(submit)
-        charge(handle)
-        watch(handle)
+            handle = await to_thread.run_sync(start)
+        client.charge(handle)
         return handle
 
-    async def wait_turn(self, *handles: Handle) -> None:
+    async def wait_turn(self, client: Client, handles: Sequence[Handle]) -> None:
         """Wait for the turn of the first part of a request where the settings bound that wait.
         Raises QueueFullError: it did not come in time; all are cancelled, and cost nothing."""
         most = self.config.max_queue_s
@@ -272,14 +215,28 @@ class Service:
             return
         for handle in handles:
             handle.cancel()
-            spend(tokens=-handle.prompt_tokens)
+            client.spend(tokens=-handle.prompt_tokens)
         raise QueueFullError(f"the request waited {most:g} s for its turn, as long as it may; try again later")
 
 
-def _hold_image(messages: object) -> bool:
+def _bound_tokens(most: int, sampling: Mapping[str, Any], prompts: int) -> int:
+    """New tokens of each output. Raises ApiError: 400, all outputs together have more than ``most``."""
+    outputs = prompts * max(sampling.get(name) or 1 for name in ("n", "best_of", "num_beams"))
+    if outputs > most:
+        message = f"{format_value(outputs)} outputs are asked for, of which this server allows {most} tokens"
+        raise ApiError(400, f"{message}; ask for fewer", param="n" if prompts == 1 else "prompt")
+    asked: int = sampling.get("max_tokens", most // outputs)
+    if asked * outputs > most:
+        given = f"{format_value(asked)} tokens of {outputs} outputs" if outputs > 1 else format_value(asked)
+        message = f"max_tokens is {given}, this server allows {most}; ask for less"
+        raise ApiError(400, message, param="max_tokens")
+    return asked
+
+
+def _holds_image(prompt: object) -> bool:
     """True for messages of which one has parts: texts alone are one."""
-    return isinstance(messages, list) and any(
-        isinstance(message, Mapping) and isinstance(message.get("content"), list) for message in messages
+    return isinstance(prompt, list) and any(
+        isinstance(message, Mapping) and isinstance(message.get("content"), list) for message in prompt
     )
 
 

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llmc.runtime.server.http.logs import note
+from llmc.runtime.server.http.call import call_of
 
 MEDIA_TYPES = {
     "css": "text/css; charset=utf-8",
@@ -61,7 +61,7 @@ def serve(path: str, content: bytes) -> Callable[[Request], Awaitable[Response]]
     headers = {**HEADERS, "ETag": etag}
 
     async def route(request: Request) -> Response:
-        note(route=path)  # the framework names those of its own routes alone
+        call_of(request.scope).note(route=path)  # the framework names those of its own routes alone
         known = request.headers.get("If-None-Match", "").split(",")
         if etag in (tag.strip().removeprefix("W/") for tag in known):
             return Response(status_code=304, headers=headers)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import DeviceMemory, Manifest
+from llmc.bundle import Manifest, MemoryPlan
 from llmc.errors import GpuError, LlmcError, ResourceError
 from llmc.runtime.host.cuda import Driver
 from llmc.runtime.host.machine import available_memory
@@ -166,10 +166,10 @@ class DeviceSession(Session):
         """Let all go that was made for the addresses and the size of the cache: they are about to change."""
 
 
-def check_memory(folder: Path, driver: Driver, memory: DeviceMemory, positions: int) -> int:
+def check_memory(folder: Path, driver: Driver, memory: MemoryPlan, positions: int) -> int:
     """Bytes that a session may take in all; refuses to load what cannot fit with one row of the cache.
     ``positions``: that the cache has at least."""
-    free = free_memory(driver) + memory.context  # which is taken by now
+    free = free_memory(driver) + memory["context"].fixed  # which is taken by now
     needed = memory.total(positions)
     if needed <= free:
         return free

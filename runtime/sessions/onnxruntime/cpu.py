@@ -161,23 +161,15 @@ class OnnxRuntimeSession(Session):
         """Buffers bound for calls of this shape; those of short calls are kept, of long ones only the last."""
         kind = ADAPTERS_FOLDER if batch.adapters else batch.phase
         shape = (kind, batch.first_row, batch.provisional, *(array.shape for array in batch.feeds.values()))
-        bound = self._bound
-        if shape in bound.kept:
-            bound.kept.move_to_end(shape)
-            return bound.kept[shape]
-        if bound.long is not None and bound.long[0] == shape:
-            return bound.long[1]
-        kept = batch.input_ids.size <= max(SHARED_OUTPUTS, self.cache.rows)
-        if not kept:
-            bound.long = None  # its outputs go before new ones come
-        binding = self._bind_anew(kind, batch, self._room_for(batch, shared=kept))
-        if not kept:
-            bound.long = (shape, binding)
-            return binding
-        bound.kept[shape] = binding
-        if len(bound.kept) > KEPT_BINDINGS:
-            bound.kept.popitem(last=False)
-        return binding
+        short = batch.input_ids.size <= max(SHARED_OUTPUTS, self.cache.rows)
+        kept, most = (self._bound.short, KEPT_BINDINGS) if short else (self._bound.long, 1)
+        if shape in kept:
+            kept.move_to_end(shape)
+            return kept[shape]
+        if len(kept) == most:
+            kept.popitem(last=False)  # first: the outputs of a long call are large
+        kept[shape] = self._bind_anew(kind, batch, self._room_for(batch, shared=short))
+        return kept[shape]
 
     def _bind_anew(self, kind: str, batch: Batch, room: NDArray[np.float32]) -> Binding:
         rows, sequence = batch.input_ids.shape
@@ -222,8 +214,8 @@ class _Bound:
         self.clear()
 
     def clear(self) -> None:
-        self.kept: OrderedDict[Any, Binding] = OrderedDict()
-        self.long: tuple[Any, Binding] | None = None
+        self.short: OrderedDict[Any, Binding] = OrderedDict()
+        self.long: OrderedDict[Any, Binding] = OrderedDict()
         self.logits: NDArray[np.float32] | None = None
 
 

@@ -13,9 +13,9 @@ from doubles.refusals import about
 from llmc.bundle import Budget, read_export
 from llmc.errors import MissingExtraError, UsageError
 from llmc.optimize.calibrate import layers
-from llmc.optimize.calibrate.request import CalibrationRequest, calibrate_weights
+from llmc.optimize.calibrate.request import calibrate_weights
 from llmc.optimize.progress import silent
-from llmc.optimize.recipe import Request, resolve
+from llmc.optimize.recipe import BuildRequest, Request, resolve
 from llmc.optimize.targets import capabilities
 from llmc.optimize.weights.store import Store
 
@@ -69,8 +69,9 @@ def recipe_of(**request: Any) -> Any:
 def start(tiny_export):
     """Asks for the weights of a recipe."""
 
-    def run(request: CalibrationRequest | None, **recipe: Any) -> Any:
-        return calibrate_weights(tiny_export, read_export(tiny_export), recipe_of(**recipe), request, silent)
+    def run(given: dict[str, Any], **recipe: Any) -> Any:
+        request = BuildRequest(tiny_export, **given)
+        return calibrate_weights(request, read_export(tiny_export), recipe_of(**recipe), silent)
 
     return run
 
@@ -80,7 +81,7 @@ def start(tiny_export):
 
 def test_a_text_that_nothing_looks_at_is_refused(start, calls, text):
     with pytest.raises(UsageError, check=about("calibration")):
-        start(CalibrationRequest(decoder, text), precision="int4")
+        start({"decoder": decoder, "calibration": text}, precision="int4")
     assert calls.folders == []
 
 
@@ -89,13 +90,13 @@ def test_a_text_that_nothing_looks_at_is_refused(start, calls, text):
 )
 def test_without_a_decoder_the_wish_is_named(start, recipe, wish):
     with pytest.raises(UsageError, check=about(wish)):
-        start(None, **recipe)
+        start({}, **recipe)
 
 
 def test_without_torch_the_extra_is_named(start, calls, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(MissingExtraError, match=r"pip install .*cpu 'onnx>="):
-        start(CalibrationRequest(decoder), **BASE)
+        start({"decoder": decoder}, **BASE)
     assert calls.folders == []
 
 
@@ -112,7 +113,7 @@ def test_without_torch_the_extra_is_named(start, calls, monkeypatch):
 )
 def test_windows_out_of_range_are_refused(start, calls, request_, sentence):
     with pytest.raises(UsageError) as refused:
-        start(CalibrationRequest(decoder, **request_), **BASE)
+        start({"decoder": decoder, **request_}, **BASE)
     assert sentence in str(refused.value)
     assert calls.folders == []
 
@@ -120,12 +121,13 @@ def test_windows_out_of_range_are_refused(start, calls, request_, sentence):
 def test_a_text_too_short_to_calibrate_on_names_the_options_that_help(start, calls, tmp_path):
     (tmp_path / "short.txt").write_text("x = 1\n")
     with pytest.raises(UsageError, match=r"is too short: .*--samples, --length.*--no-calibration"):
-        start(CalibrationRequest(decoder, tmp_path / "short.txt"), **BASE)
+        start({"decoder": decoder, "calibration": tmp_path / "short.txt"}, **BASE)
     assert calls.folders == []
 
 
 # ------------------------------------------------------------------------------------------------------------- the key
 
+WINDOWS: dict[str, Any] = {"decoder": decoder, "samples": 2, "length": 16}
 BASE: dict[str, Any] = {"precision": "int4", "scheme": "gptq"}
 OTHERS = {
     "scheme": {"scheme": "rtn", "smoothing": 0.5},
@@ -142,27 +144,28 @@ OTHERS = {
 
 
 def test_every_choice_that_decides_weights_has_a_folder_of_its_own(start, calls, text, tiny_export):
+    asked = {**WINDOWS, "calibration": text}
     for other in ({}, *OTHERS.values()):
-        start(CalibrationRequest(decoder, text, 2, 16), **{**BASE, **other})
-    for request in (CalibrationRequest(decoder, text, 3, 16), CalibrationRequest(decoder, None, 2, 16)):
+        start(asked, **{**BASE, **other})
+    for request in ({**asked, "samples": 3}, WINDOWS):
         start(request, **BASE)
     export = read_export(tiny_export)
     other = replace(export, source=replace(export.source, fingerprint="0" * 64))
-    calibrate_weights(tiny_export, other, recipe_of(**BASE), CalibrationRequest(decoder, text, 2, 16), silent)
+    calibrate_weights(BuildRequest(tiny_export, **asked), other, recipe_of(**BASE), silent)
     assert len(set(calls.folders)) == len(calls.folders) == len(OTHERS) + 4
 
 
 def test_choices_that_decide_no_weight_share_a_folder(start, calls, text):
     for other in ({}, {"budget": Budget(max_kl=1.0)}, {"phases": "shared"}):
-        start(CalibrationRequest(decoder, text, 2, 16), scheme="rtn", smoothing=0.5, **other)
+        start({**WINDOWS, "calibration": text}, scheme="rtn", smoothing=0.5, **other)
     assert len(set(calls.folders)) == 1
     for phases in ("split", "shared"):  # only the first has integers for prompts
-        start(CalibrationRequest(decoder, text, 2, 16), **{**BASE, "phases": phases})
+        start({**WINDOWS, "calibration": text}, **{**BASE, "phases": phases})
     assert len(set(calls.folders)) == 3
 
 
 def test_new_weights_under_the_same_names_have_a_folder_of_their_own(start, calls, text, tiny_export):
-    request = CalibrationRequest(decoder, text, 4, 32)
+    request = {**WINDOWS, "calibration": text}
     start(request, precision="int4", scheme="gptq")
     [weights] = tiny_export.glob("*.safetensors")
     times = weights.stat()

@@ -11,7 +11,7 @@ from llmc.errors import BuildError
 from llmc.optimize.build import build
 from llmc.optimize.judge.gate import check, name_better, violations
 from llmc.optimize.judge.layers import LayerError
-from llmc.optimize.recipe import Request, find_recipe, read_recipe, resolve
+from llmc.optimize.recipe import BuildRequest, Request, find_recipe, read_recipe, resolve
 from llmc.optimize.targets import capabilities
 
 QUALITY = Quality(
@@ -155,8 +155,8 @@ def test_a_build_beyond_its_budget_publishes_nothing_and_more_bits_mend_it(tiny_
     output, budget = tmp_path / "bundle", Budget(max_kl=0.009)
     request = Request(precision="int4", phases="shared", max_context=CONTEXT)
     with pytest.raises(BuildError, match=r"mean KL 0\.0\d+, at most 0\.009 is allowed"):
-        build(tiny_export, output, recipe=request, budget=budget, text=text)
+        build(BuildRequest(tiny_export, output, recipe=request, budget=budget, text=text))
     assert list(tmp_path.iterdir()) == []
     mended = dataclasses.replace(request, layers={"*.mlp.*": "int8", "*.v_proj": "int8"})
-    quality = build(tiny_export, output, recipe=mended, budget=budget, text=text).manifest.quality
+    quality = build(BuildRequest(tiny_export, output, recipe=mended, budget=budget, text=text)).manifest.quality
     assert (quality.text, quality.window) == ("short.txt", CONTEXT)

@@ -14,6 +14,7 @@ from llmc.optimize.build import build
 from llmc.optimize.judge import replay as apart
 from llmc.optimize.judge.golden import LONG_PROMPT, Golden, run_golden_prompts, run_long_prompt, tolerance
 from llmc.optimize.judge.replay import replay_apart
+from llmc.optimize.recipe import BuildRequest
 from llmc.runtime import Model, load
 from llmc.runtime.selftest import LOGIT_TOLERANCE, LONG_STEPS, replay
 from llmc.runtime.sessions import Batch
@@ -156,4 +157,4 @@ def test_a_bundle_that_its_own_machine_refuses_is_not_published(
 ):
     monkeypatch.setattr(apart, "_answer", lambda folder, emulate: ("BundleError", "logits differ by 9"))
     with pytest.raises(BuildError, match=r"refuses it \(logits differ by 9\)"):
-        build(source, untouched, force=True)
+        build(BuildRequest(source, untouched, force=True))

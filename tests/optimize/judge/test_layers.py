@@ -11,7 +11,7 @@ from llmc.bundle import read_bundle
 from llmc.optimize.build import build
 from llmc.optimize.judge.layers import LayerError, layer_errors
 from llmc.optimize.judge.reference import Reference
-from llmc.optimize.recipe import Request
+from llmc.optimize.recipe import BuildRequest, Request
 
 TOKENS = 12
 # Decibels. float32 rounds at 2^-24 (144 dB), and a layer adds up some hundred products: measured 125 ... 130.
@@ -33,7 +33,9 @@ def made(exported, tmp_path_factory: pytest.TempPathFactory):
     def get(name: str, precision: str) -> Path:
         if (name, precision) not in built:
             request = Request(precision=precision, phases=None if precision == "fp32" else "split")
-            built[name, precision] = build(exported(name).export, folder / f"{name}-{precision}", recipe=request).output
+            built[name, precision] = build(
+                BuildRequest(exported(name).export, folder / f"{name}-{precision}", recipe=request)
+            ).output
         return built[name, precision]
 
     return get
@@ -52,7 +54,7 @@ def test_layers_of_mixed_precision_can_be_measured(exported, tokens, tmp_path):
     """The first layer in full precision: no other layer may hang on its integers."""
     export = exported(NAMES[1]).export
     exact = Request(precision="int8", layers={"model.layers.0.*": "fp32"}, cache="float32")
-    built = build(export, tmp_path / "mixed", recipe=exact)
+    built = build(BuildRequest(export, tmp_path / "mixed", recipe=exact))
     found = errors_of(built.output, export, tokens)
     assert found["model.layers.0", "prefill"].decibels > EXACT > found["model.layers.1", "prefill"].decibels
 

@@ -13,7 +13,7 @@ from llmc.errors import BuildError
 from llmc.export import export
 from llmc.optimize.build import BuildReport, build
 from llmc.optimize.judge import overflow
-from llmc.optimize.recipe import Request
+from llmc.optimize.recipe import BuildRequest, Request
 from llmc.optimize.recipe.engine import EngineRequest
 
 SMALL = {"max_context": 64, "max_batch": 2}
@@ -38,7 +38,7 @@ def scaled(exported: Callable[[str], Any], tmp_path_factory: pytest.TempPathFact
 
 def make(source: Path, output: Path, target: str, **recipe: Any) -> BuildReport:
     engine = None if target == "cuda" else EngineRequest(deferred=True)
-    return build(source, output, target=target, recipe=Request(**recipe), engine=engine, **SMALL)
+    return build(BuildRequest(source, output, target=target, recipe=Request(**recipe), engine=engine, **SMALL))
 
 
 @pytest.mark.parametrize(

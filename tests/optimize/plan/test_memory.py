@@ -17,7 +17,7 @@ from llmc.optimize.plan import time
 from llmc.optimize.plan.memory import BLOCK_COPIES, linear_bytes, memory_plan, weight_bytes
 from llmc.optimize.plan.time import estimate_build
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.recipe import Request, resolve
+from llmc.optimize.recipe import BuildRequest, Request, resolve
 from llmc.optimize.targets import capabilities
 from llmc.runtime.kv.budget import plan_load
 
@@ -65,7 +65,7 @@ def test_a_matrix_takes_what_its_form_takes(form, how: dict[str, int], expected:
     ids=["int8", "int8-fast", "int4-layers"],
 )
 def test_planned_weights_are_those_of_the_built_graphs(tiny_export: Path, tmp_path: Path, request_: Request):
-    built = build(tiny_export, tmp_path / "bundle", recipe=request_).manifest
+    built = build(BuildRequest(tiny_export, tmp_path / "bundle", recipe=request_)).manifest
     names = {"prefill": "prefill", "decode": "decode", "shared": "decode"}
     for phase, planned in weight_bytes(built.geometry, built.recipe).items():
         actual = built.graphs[names[phase]].step_weight_bytes
@@ -77,15 +77,15 @@ def test_planned_weights_are_those_of_the_built_graphs(tiny_export: Path, tmp_pa
 def test_a_bundles_plan_follows_the_formula():
     found = memory_plan(Q05, LIMITS, recipe(precision="int4"), tokenizer_bytes=1_000_000)
     # 2 x 24 layers x 2 heads x 64 values x 4 bytes
-    assert found.cache_per_token == 24576
-    assert found.workspace == 256 * (6 * 4864 + 8 * 896) * 4
-    assert found.workspace_per_token == 4 * (14 * 256 + 2 * 64)
-    assert found.embedding == 151936 * 28 * (32 + 4)  # both graphs map the same bytes
-    assert found.logits == 3 * 4 * 151936
-    assert found.tokenizer == 13_000_000
+    assert found["cache"].per_position == 24576
+    assert found["workspace"].fixed == 256 * (6 * 4864 + 8 * 896) * 4
+    assert found["workspace"].per_length == 4 * (14 * 256 + 2 * 64)
+    assert found["embedding"].fixed == 151936 * 28 * (32 + 4)  # both graphs map the same bytes
+    assert found["logits"].per_row == 3 * 4 * 151936
+    assert found["tokenizer"].fixed == 13_000_000
     # The head in 8 bits and blocks of 32, which both graphs have in common.
     head = 151936 * 28 * (32 + 4 * BLOCK_COPIES)
-    assert found.weights == sum(weight_bytes(Q05, recipe(precision="int4"), BLOCK_COPIES).values()) - head
+    assert found["weights"].fixed == sum(weight_bytes(Q05, recipe(precision="int4"), BLOCK_COPIES).values()) - head
 
 
 def test_a_build_that_calibrates_takes_minutes_and_one_that_does_not_seconds(monkeypatch):
@@ -113,7 +113,7 @@ def test_layers_with_a_window_count_no_more_than_a_row_holds_of_them():
 
 def test_a_build_that_does_not_fit_leaves_nothing(tiny_export: Path, tmp_path: Path):
     with pytest.raises(ResourceError, match=r"to build it needs .* 10 MB are available, .* MB are missing"):
-        build(tiny_export, tmp_path / "out" / "bundle", memory=10_000_000)
+        build(BuildRequest(tiny_export, tmp_path / "out" / "bundle", memory=10_000_000))
     assert list(tmp_path.iterdir()) == []
 
 

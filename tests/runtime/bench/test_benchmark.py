@@ -5,15 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles.plans import plan_of
 
 from llmc import __version__
-from llmc.bundle import DeviceMemory, read_bundle
+from llmc.bundle import read_bundle
 from llmc.errors import BundleError, GpuError, ResourceError, UsageError
 from llmc.runtime import Model, load
 from llmc.runtime.bench import benchmark as module
 from llmc.runtime.bench.benchmark import BenchmarkReport, benchmark
 
-DEVICE = DeviceMemory(context=0, weights=0, workspace=0, cache_per_token=1, logits=0)
+DEVICE = plan_of(context=0, weights=0, workspace=0, cache_per_token=1, logits=0)
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import pytest
 from doubles.clocks import even_costs
 
 from llmc.optimize.build import build
+from llmc.optimize.recipe import BuildRequest
 from llmc.optimize.recipe import Request as Recipe
 from llmc.runtime import GenerationResult, Model, load
 
@@ -72,11 +73,10 @@ def bundle(
     if request.param == "float32":
         return tiny_bundle
     from llmc.export.streaming import StreamedDecoder
-    from llmc.optimize.calibrate.request import CalibrationRequest
 
-    calibration = CalibrationRequest(StreamedDecoder, samples=4, length=64)
+    calibration = {"decoder": StreamedDecoder, "samples": 4, "length": 64}
     output = tmp_path_factory.mktemp("int8-cache") / "bundle"
-    return build(tiny_export, output, recipe=Recipe(cache="int8"), calibration=calibration).output
+    return build(BuildRequest(tiny_export, output, recipe=Recipe(cache="int8"), **calibration)).output
 
 
 LONG = "def walk(path):\n    for name in sorted(os.listdir(path)):\n        print(name)\n" * 8

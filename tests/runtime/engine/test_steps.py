@@ -243,7 +243,7 @@ def test_positions_in_use_are_counted(make_engine: Any, session: Any, served: An
 
     session.before = note
     tokens(engine.submit(Request(prompt(10, 5), params(4))))
-    each = served.memory.cache_per_token
+    each = served.memory["cache"].per_position
     assert [used // each for used, _ in seen] == [0, 5, 6, 7]
     assert {reserved // each for _, reserved in seen} == {256}
     engine.call(lambda: None)

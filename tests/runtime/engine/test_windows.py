@@ -30,7 +30,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def bundle(case: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bundle") / "bundle"
     wanted = BuildRequest(precision="fp32", max_batch=4, prefill_chunk=CHUNK)
-    build(case.export, folder, recipe=wanted)
+    build(BuildRequest(case.export, folder, recipe=wanted))
     return folder
 
 

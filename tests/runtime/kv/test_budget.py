@@ -7,10 +7,11 @@ from typing import Any, NoReturn
 
 import pytest
 from doubles.plans import PLAN as PLAN_OF_ENGINE
+from doubles.plans import plan_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmc.bundle import DeviceMemory, Limits, Manifest, MemoryPlan, read_bundle
+from llmc.bundle import Limits, Manifest, read_bundle
 from llmc.errors import ResourceError, UsageError
 from llmc.runtime import load
 from llmc.runtime.kv.budget import (
@@ -25,7 +26,7 @@ from llmc.runtime.kv.budget import (
 
 MB = 1_000_000
 LIMITS = Limits(max_context=8192, max_batch=4, prefill_chunk=256)
-PLAN = MemoryPlan(
+PLAN = plan_of(
     engine=60 * MB,
     tokenizer=5 * MB,
     weights=100 * MB,
@@ -154,13 +155,13 @@ def test_growth_counts_only_what_is_new(monkeypatch: pytest.MonkeyPatch, manifes
 
 
 # A GPU's bundle: the cache takes nothing of the process, and has 4,096 positions whatever it is asked for.
-ON_GPU = DeviceMemory(context=500 * MB, weights=100 * MB, workspace=50 * MB, cache_per_token=10_000, logits=1 * MB)
+ON_GPU = plan_of(context=500 * MB, weights=100 * MB, workspace=50 * MB, cache_per_token=10_000, logits=1 * MB)
 ENGINE = replace(PLAN_OF_ENGINE, buckets=(256, 1024, 4096))
 
 
 @pytest.fixture
 def on_gpu(manifest: Manifest) -> Manifest:
-    memory = replace(PLAN, weights=0, embedding=0, workspace=0, workspace_per_token=0, cache_per_token=0)
+    memory = PLAN.without("weights", "embedding", "workspace", "cache")
     return replace(manifest, memory=memory, engine=ENGINE, device=ON_GPU)
 
 

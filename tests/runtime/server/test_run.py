@@ -228,11 +228,6 @@ def test_a_rotation_takes_keys_and_certificate_together_or_neither(tiny_bundle: 
         assert len(process.lines("reloaded")) == 6 and process.text.count("stay as they are") == 5
 
 
-def test_an_upstreams_address_without_v1_is_told_at_the_start(process: Process, folder: Path):
-    with service_process(models={"m": folder}, upstream=process.address) as other:
-        until(lambda: "give it with /v1 at the end" in other.text)
-
-
 @pytest.mark.threat("reload-flood")
 def test_hundreds_of_signals_are_two_reloads():
     """One that runs, and one for whatever changed while it ran."""

@@ -1,6 +1,5 @@
 """The upstream: what is refused here is answered by another service, and what shall stay here does."""
 
-import asyncio
 import json
 import logging
 import ssl
@@ -624,41 +623,6 @@ class TestFailures:
             monkeypatch.setenv("SSL_CERT_FILE", str(cert))
             monkeypatch.setattr(box.upstream, "_tls", ssl.create_default_context())
             assert box.ask("/v1/completions", body).json() == ANSWER
-
-
-@pytest.mark.parametrize(
-    ("base", "asked", "warned"),
-    [("", ["GET /models", "GET /v1/models"], True), ("/v1", [], False), ("/api/v2", ["GET /api/v2/models"], False)],
-)
-def test_an_address_is_told_whose_models_are_behind_v1_alone(
-    box: Box,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    base: str,
-    asked: list[str],
-    warned: bool,
-):
-    monkeypatch.setattr(box.upstream, "_base", box.server.url + base)
-    box.server.lists = f"{base or '/v1'}/models"
-    box.server.answer = lambda _: [response(404, {})]
-    asyncio.run(box.upstream.check_base())
-    assert [it.line.removesuffix(" HTTP/1.1") for it in box.server.asked] == asked
-    assert ("give it with /v1 at the end" in caplog.text) == warned
-    monkeypatch.setattr(box.upstream, "_base", "http://127.0.0.1:9")  # nobody is there
-    caplog.clear()
-    asyncio.run(box.upstream.check_base())
-    assert caplog.text == ""
-
-
-def test_a_list_of_models_is_not_read_for_it_may_have_no_end(
-    box: Box, settings: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    settings(upstream_timeout_s=0.3)
-    monkeypatch.setattr(box.upstream, "_base", box.server.url)
-    listed = [HEAD % (b"200 OK", b"application/json", 99, b"") + b'{"half', STALL]
-    box.server.lists, box.server.answer = "", lambda it: listed if "/v1/" in it.line else [response(404, {})]
-    asyncio.run(box.upstream.check_base())
-    assert "give it with /v1 at the end" in caplog.text
 
 
 @pytest.mark.parametrize("content", ["", "two words", "two\nlines", "ключ"])

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from doubles.cuda import SERVER, FakeDriver
+from doubles.plans import plan_of
 from doubles.shared import shared
 from doubles.tensorrt import FakeTensorRT, make_plan
 
-from llmc.bundle import DeviceMemory, Manifest, Profile, read_bundle
+from llmc.bundle import Manifest, Profile, read_bundle
 from llmc.runtime.host.cuda import DeviceInfo
 from llmc.runtime.sessions import Session, emulate_target, open_session
 from llmc.runtime.sessions.tensorrt.engine import platform_name
@@ -53,12 +54,17 @@ def bundle(layer_export: Path, tmp_path_factory: pytest.TempPathFactory, tmp_pat
 
     def make(compute: str = "float32", device: DeviceInfo = SERVER) -> Setup:
         from llmc.optimize.build import build
+        from llmc.optimize.recipe import BuildRequest
         from llmc.optimize.recipe.engine import EngineRequest
 
         def build_deferred(folder: Path) -> None:
             precision, engine = PRECISIONS[compute], EngineRequest(deferred=True)
             limits: dict[str, Any] = {"max_context": CAPACITY, "max_batch": 4}
-            build(layer_export, folder / "bundle", target="tensorrt", precision=precision, engine=engine, **limits)
+            build(
+                BuildRequest(
+                    layer_export, folder / "bundle", target="tensorrt", precision=precision, engine=engine, **limits
+                )
+            )
 
         built = shared(tmp_path_factory, f"tensorrt {compute}", build_deferred) / "bundle"
         folder = tmp_path / compute
@@ -80,7 +86,7 @@ def bundle(layer_export: Path, tmp_path_factory: pytest.TempPathFactory, tmp_pat
         manifest = replace(
             manifest,
             target=replace(manifest.target, engine_version="10.16.1.11"),
-            device=DeviceMemory(context=0, weights=0, workspace=0, cache_per_token=1, logits=0),
+            device=plan_of(context=0, weights=0, workspace=0, cache_per_token=1, logits=0),
             limits=replace(manifest.limits, prefill_chunk=PREFILL.sequence),
             engine=plan,
         )

@@ -16,7 +16,7 @@ from doubles.serving import serving
 from PIL import Image, ImageOps
 
 from llmc.optimize.build import build
-from llmc.optimize.recipe import Request
+from llmc.optimize.recipe import BuildRequest, Request
 from llmc.runtime import Model, load
 from llmc.runtime.loading import verify
 from llmc.runtime.selftest import make_image
@@ -86,7 +86,7 @@ def shared(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def bundle(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bundle") / "fp32"
-    return build(shared / "export", folder, precision="fp32", max_batch=4).output
+    return build(BuildRequest(shared / "export", folder, precision="fp32", max_batch=4)).output
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +272,7 @@ def exchange_positions(model: Model) -> float:
 @with_axes
 def test_in_8_bits_the_tower_is_judged_and_the_bundle_verified(shared: Path, tmp_path: Path):
     """Both graphs rotate the residual stream here, and what is added to it behind layers."""
-    report = build(shared / "export", tmp_path / "int8", recipe=Request(phases="split"), max_batch=4)
+    report = build(BuildRequest(shared / "export", tmp_path / "int8", recipe=Request(phases="split"), max_batch=4))
     assert report.manifest.recipe.rotated
     assert report.manifest.similarity is not None and report.manifest.similarity.texts >= 12
     assert LEAST_COSINE < report.manifest.similarity.smallest < 1 - 1e-6
@@ -294,7 +294,7 @@ def test_a_rotated_stream_computes_the_same_with_images(
     from llmc.bundle import Recipe
 
     monkeypatch.setattr(Recipe, "rotates", lambda recipe, phase: True)
-    folder = build(shared / "export", tmp_path / "rotated", precision="fp32", max_batch=4).output
+    folder = build(BuildRequest(shared / "export", tmp_path / "rotated", precision="fp32", max_batch=4)).output
     monkeypatch.undo()
     with load(folder, threads=1) as rotated:
         for name, messages in talks.items():

@@ -12,7 +12,7 @@ from doubles.lowerings import relative_difference
 from llmc.bundle import read_export
 from llmc.optimize import recipe
 from llmc.optimize.lower.onnxruntime import folded_heads
-from llmc.optimize.recipe import Request, settle
+from llmc.optimize.recipe import BuildRequest, settle
 from llmc.optimize.targets import capabilities
 
 pytest.importorskip("onnxruntime", "1.32", reason="older engines' attention in float16 is slow")
@@ -86,7 +86,7 @@ def test_a_planted_error_exceeds_the_tolerance(exported, halved, decoder, portab
 
 
 def cache_of(export, **request) -> str:
-    chosen, _ = settle(Request(**request), read_export(export).geometry, capabilities("cpu"), "x", calibrated=False)
+    chosen, _ = settle(BuildRequest(export, **request), read_export(export).geometry, capabilities("cpu"))
     return chosen.cache
 
 

@@ -11,7 +11,7 @@ from llmc.bundle import DECODER_FILE
 from llmc.optimize.build import build
 from llmc.optimize.judge.reference import empty_caches
 from llmc.optimize.lower.onnxruntime import folded_heads
-from llmc.optimize.recipe import Request
+from llmc.optimize.recipe import BuildRequest, Request
 
 pytest.importorskip("onnxruntime", "1.32", reason="older engines take one token in each of several rows")
 
@@ -127,6 +127,6 @@ def test_the_cache_is_written_in_place_and_no_further_than_the_manifest_says(exp
 )
 def test_a_bundle_says_which_engine_it_needs(exported, tmp_path, request_, minimum, folds):
     export = exported("llama-biases").export
-    manifest = build(export, tmp_path / "bundle", recipe=request_, max_context=64).manifest
+    manifest = build(BuildRequest(export, tmp_path / "bundle", recipe=request_, max_context=64)).manifest
     assert manifest.target.engine_minimum == minimum
     assert [graph.overwritten > 0 for graph in manifest.graphs.values()] == folds

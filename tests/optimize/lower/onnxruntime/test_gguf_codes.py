@@ -17,7 +17,7 @@ from llmc.export.sources.gguf.tensors import parameter
 from llmc.optimize.build import build
 from llmc.optimize.lower.context import quant_configs
 from llmc.optimize.plan.memory import bundle_bytes
-from llmc.optimize.recipe import Request, resolve
+from llmc.optimize.recipe import BuildRequest, Request, resolve
 from llmc.optimize.targets import capabilities
 
 # Largest difference of a weight whose offset is rounded to 8 bits, in steps of these: the best scale clips a few beyond
@@ -106,11 +106,11 @@ def test_a_bundle_with_a_coded_table_takes_the_planned_bytes(tied, one_layer, tm
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
     save_file(tensors, folder / "model.safetensors")
     path = write_gguf(folder, tmp_path / "tiny.gguf", defaultdict(lambda: "Q8_0", {"token_embd.weight": "Q4_K"}))
-    built = build(export(path, tmp_path / "export").output, tmp_path / "bundle", max_context=64).manifest
+    built = build(BuildRequest(export(path, tmp_path / "export").output, tmp_path / "bundle", max_context=64)).manifest
     vocab, hidden = built.geometry.vocab_size, built.geometry.hidden_size
     planned = bundle_bytes(built.geometry, built.recipe, built.limits, 0) + 4 * hidden**2  # the rotation of prompts
     assert (1 - LEFT_OUT) * built.files["weights.bin"].size < planned <= built.files["weights.bin"].size
-    assert built.memory.embedding == vocab * (hidden // 2 + hidden // 32 * (4 + 4))
+    assert built.memory["embedding"].fixed == vocab * (hidden // 2 + hidden // 32 * (4 + 4))
     assert built.quality is not None and built.quality.phases["decode"].mean_kl < MOST_KL
 
 

@@ -9,6 +9,7 @@ from doubles.lowerings import difference
 
 from llmc.errors import BuildError
 from llmc.optimize.build import build
+from llmc.optimize.recipe import BuildRequest
 from llmc.optimize.recipe.engine import EngineRequest
 
 # As in test_lowering.py.
@@ -44,6 +45,6 @@ def test_heads_without_a_kernel_are_refused_before_anything_is_built(exported, t
     export = exported("qwen3-tied-sharded", head_dim=20, num_hidden_layers=1).export
     for target in ("cpu", "cuda"):
         with pytest.raises(BuildError, match=r"self_attn has a head_dim of 20, .* a multiple of 8; build for cuda"):
-            build(export, tmp_path / "bundle", target=target)
+            build(BuildRequest(export, tmp_path / "bundle", target=target))
     with pytest.raises(BuildError, match=r"head_dim of 20, .* takes multiples of 8; build for cuda with --fp32"):
-        build(export, tmp_path / "bundle", target="tensorrt-rtx", engine=EngineRequest(deferred=True))
+        build(BuildRequest(export, tmp_path / "bundle", target="tensorrt-rtx", engine=EngineRequest(deferred=True)))

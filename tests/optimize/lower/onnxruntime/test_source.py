@@ -20,7 +20,7 @@ from llmc.optimize.lower.context import LoweringContext, WeightOnly, quant_confi
 from llmc.optimize.lower.raising import Linear, raise_linears
 from llmc.optimize.lower.tensorrt.weights import integer_columns
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.recipe import Request, resolve
+from llmc.optimize.recipe import BuildRequest, Request, resolve
 from llmc.optimize.targets import capabilities
 from llmc.optimize.weights.file import WeightFile
 from llmc.optimize.weights.store import Calibrated
@@ -147,7 +147,7 @@ def test_blocks_of_kernels_lie_within_those_of_the_checkpoint(codes, inputs, gri
 
 @pytest.mark.parametrize("name", ["gptq-zeros-act-order", "packed-int4-bf16"])
 def test_a_bundle_is_built_with_them_by_default(made, name, tmp_path):
-    manifest = build(made(name)[-1], tmp_path / "bundle").manifest
+    manifest = build(BuildRequest(made(name)[-1], tmp_path / "bundle")).manifest
     assert (manifest.recipe.precision, manifest.recipe.head, manifest.recipe.scheme) == ("source", "int8", "rtn")
     # The reference has the same integers: only activations are rounded.
     assert manifest.quality.phases["decode"].mean_kl < 0.05

@@ -10,12 +10,13 @@ from starlette.testclient import TestClient
 from starlette.types import Message
 
 from llmc.runtime.server.fleet.answers import LOST
-from llmc.runtime.server.fleet.calls import Call, ReplicaLostError, session_of
+from llmc.runtime.server.fleet.calls import Forwarded, ReplicaLostError, session_of
 from llmc.runtime.server.fleet.front import ATTEMPTS, make_front
 from llmc.runtime.server.http.errors import ApiError
-from llmc.runtime.server.http.streams import DONE, event
+from llmc.runtime.server.http.streams import event
 
 CHAT = "/v1/chat/completions"
+DONE = b"data: [DONE]\n\n"
 
 
 class Lost:
@@ -31,9 +32,9 @@ class Scripted:
 
     def __init__(self, *scripts: list[Any]) -> None:
         self._scripts = list(scripts)
-        self.calls: list[Call] = []
+        self.calls: list[Forwarded] = []
 
-    async def answer(self, call: Call) -> AsyncGenerator[list[Message], None]:
+    async def answer(self, call: Forwarded) -> AsyncGenerator[list[Message], None]:
         self.calls.append(call)
         script = self._scripts.pop(0)
         for one in script:

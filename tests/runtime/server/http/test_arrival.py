@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http import arrival as bodies
 from llmc.runtime.server.http.arrival import check_json
-from llmc.runtime.server.http.aside import LARGE
+from llmc.runtime.server.http.call import LARGE
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.guarded import Guarded
 

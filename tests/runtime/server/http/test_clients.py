@@ -18,7 +18,7 @@ from starlette.types import Message
 from websockets.sync.client import connect
 
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.fleet.calls import Call
+from llmc.runtime.server.fleet.calls import Forwarded
 from llmc.runtime.server.fleet.front import make_front
 from llmc.runtime.server.http.guarded import Guarded
 
@@ -58,8 +58,8 @@ class OneReplica:
         self._replica = Replica(config)
         self._replica._app, self._replica._pool = app, app.state.service.pool
 
-    async def answer(self, call: Call) -> AsyncGenerator[list[Message], None]:
-        sent: Call = pickle.loads(pickle.dumps(call))
+    async def answer(self, call: Forwarded) -> AsyncGenerator[list[Message], None]:
+        sent: Forwarded = pickle.loads(pickle.dumps(call))
         given: asyncio.Queue[bytes] = asyncio.Queue()
 
         async def answer() -> None:

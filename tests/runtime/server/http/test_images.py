@@ -7,10 +7,10 @@ import httpx2 as httpx
 import pytest
 from doubles.images import draw, encode
 
-from llmc.runtime.server.anthropic.messages import MessageRequest
+from llmc.runtime.server.dialects import openai_chat, responses
+from llmc.runtime.server.dialects.anthropic import MessageRequest
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.images import decode_base64
-from llmc.runtime.server.openai import chat, responses
 
 PNG = encode(draw("RGB", 9, 7))
 DATA = base64.b64encode(PNG).decode()
@@ -36,8 +36,8 @@ def body(dialect: str, url: str) -> dict[str, Any]:
 
 
 def test_chat_completions_hand_the_bytes_on():
-    asked = chat.ChatRequest.model_validate(body("chat", URL))
-    assert chat.conversation(asked.messages) == [{"role": "user", "content": SEEN}]
+    asked = openai_chat.ChatRequest.model_validate(body("chat", URL))
+    assert openai_chat.conversation(asked.messages) == [{"role": "user", "content": SEEN}]
 
 
 def test_responses_hand_the_bytes_on_and_keep_what_was_sent():

@@ -11,6 +11,7 @@ from doubles.asgi import Echo, ask
 
 from llmc.errors import UsageError
 from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.http.call import call_of
 from llmc.runtime.server.http.guarded import Guarded
 from llmc.runtime.server.http.keys import read_keys
 
@@ -107,7 +108,8 @@ class TestRequests:
         name, _, value = header.format(BOB).partition(": ")
         assert ask(app, headers={name: value}).status == 200
         assert echo.scope is not None
-        assert echo.scope["state"]["key"].name == "bob" and not echo.scope["state"]["key"].allows("other")
+        client = call_of(echo.scope).client
+        assert client.name == "bob" and not client.allows("other")
         assert BOB not in repr(echo.scope)
 
     @pytest.mark.threat("keys")
@@ -134,7 +136,7 @@ class TestRequests:
 
     def test_need_none_where_there_is_no_file(self, echo: Echo):
         assert ask(Guarded(echo, ServerConfig()), headers={"authorization": "Bearer none"}).status == 200
-        assert echo.scope is not None and echo.scope["state"]["key"] is None
+        assert echo.scope is not None and call_of(echo.scope).client.key is None
 
     def test_have_a_name_of_their_own_or_the_clients_if_it_is_sane(self, app: Guarded, echo: Echo):
         for asked in ("a b", "x" * 200, "é"):

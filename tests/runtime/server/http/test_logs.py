@@ -19,8 +19,9 @@ from llmc.runtime.api.handle import Handle, OutputCollector
 from llmc.runtime.observe.logs import event
 from llmc.runtime.server import page
 from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.http.call import call_of
 from llmc.runtime.server.http.keys import Key
-from llmc.runtime.server.http.logs import RequestLog, TextFormatter, costs_of, log_to_stderr, note
+from llmc.runtime.server.http.logs import RequestLog, TextFormatter, costs_of, log_to_stderr
 
 SECRET = "a secret"
 
@@ -34,13 +35,14 @@ def answered(app: Any, *, bodies: bool = False, body: bytes = b"") -> None:
     async def send(message: Any) -> None:
         pass
 
-    scope = {"type": "http", "method": "POST", "headers": [], "state": {"request_id": "r", "key": Key("ann", b"")}}
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "headers": [], "state": {"request_id": "r"}}
+    call_of(scope).client.key = Key("ann", b"")
     asyncio.run(RequestLog(app, bodies=bodies)(scope, receive, send))
 
 
 async def fine(scope: Scope, receive: Receive, send: Send) -> None:
     await receive()
-    note(model="m")
+    call_of(scope).note(model="m")
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"an answer", "more_body": False})
 
@@ -86,7 +88,7 @@ def test_a_failure_is_written_with_its_place_and_its_message_only_where_bodies_a
 
 def test_requests_of_supervisors_leave_no_line(lines: Any):
     async def health(scope: Scope, receive: Receive, send: Send) -> None:
-        note(route="/health")
+        call_of(scope).note(route="/health")
         await fine(scope, receive, send)
 
     with log_to_stderr("json"):

@@ -7,8 +7,7 @@ import pytest
 from doubles.asgi import Answer, Echo, ask
 
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.http.guarded import Guarded
-from llmc.runtime.server.http.origins import host_names
+from llmc.runtime.server.http.guarded import Guarded, host_names
 
 KEY = "sk-alice-0123456789"
 PAGE = "https://chat.example"

@@ -9,10 +9,10 @@ from doubles.asgi import Echo, ask
 from llmc.errors import CancelledError
 from llmc.runtime.api.results import Usage
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.http.accounts import CLIENT, Account, Bill, Bucket, Client, Tab, charge, spend
+from llmc.runtime.server.http.call import Bill, Client, call_of
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.keys import Key
-from llmc.runtime.server.http.rates import Rates
+from llmc.runtime.server.http.rates import Account, Bucket, Rates, Tab
 
 
 class Clock:
@@ -36,7 +36,7 @@ class As:
         self.key: Key | None = None
 
     async def __call__(self, scope, receive, send):
-        scope["state"]["key"] = self.key
+        call_of(scope).client.key = self.key
         await self.app(scope, receive, send)
 
 
@@ -63,9 +63,9 @@ class Asking(Echo):
     handles: Sequence[Any] = ()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.client = call_of(scope).client
         for handle in self.handles:
-            charge(handle)
-        self.client = CLIENT.get()
+            self.client.charge(handle)
         await super().__call__(scope, receive, send)
 
 
@@ -162,11 +162,7 @@ class TestTokens:
     def test_of_texts_that_are_encoded_count_too(self, clock: Clock):
         app, echo = limited(clock, tokens_per_minute=600)
         ask(app)
-        assert echo.client is not None
-        CLIENT.set(echo.client)
-        spend(tokens=7)
-        CLIENT.set(None)
-        spend(tokens=7)
+        echo.client.spend(tokens=7)
         assert ask(app, method="POST").headers["x-ratelimit-remaining-tokens"] == "593"
 
     @pytest.mark.threat("key-rates")

@@ -12,14 +12,14 @@ from pydantic import ValidationError
 
 from llmc.errors import NonFiniteError
 from llmc.runtime.sampling.logits import weigh
-from llmc.runtime.server.anthropic.messages import MessageRequest
 from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.dialects.anthropic import MessageRequest
+from llmc.runtime.server.dialects.completions import CompletionRequest
+from llmc.runtime.server.dialects.openai_chat import ChatRequest
+from llmc.runtime.server.dialects.responses import ResponseRequest
 from llmc.runtime.server.http.arrival import Bodies
 from llmc.runtime.server.http.bodies import Body
 from llmc.runtime.server.http.errors import from_llmc
-from llmc.runtime.server.openai.chat import ChatRequest
-from llmc.runtime.server.openai.completions import CompletionRequest
-from llmc.runtime.server.openai.responses import ResponseRequest
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 VERSION = {"anthropic-version": "2026-10-21"}

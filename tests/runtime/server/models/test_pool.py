@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles.plans import plan_of
 from doubles.refusals import about
 
-from llmc.bundle import ADAPTERS_FOLDER, Manifest, MemoryPlan, write_manifest
+from llmc.bundle import ADAPTERS_FOLDER, Manifest, write_manifest
 from llmc.errors import BundleError, EngineClosedError, GpuError, LlmcError, RequestError, ResourceError, UsageError
 from llmc.publish import file_entries
 from llmc.runtime import load
 from llmc.runtime.loading import memory_need
 from llmc.runtime.server.http.errors import from_llmc
 from llmc.runtime.server.models import loading as module
-from llmc.runtime.server.models import pool as pool_module
-from llmc.runtime.server.models.pool import ModelPool
+from llmc.runtime.server.models.pool import Pool
 
 SIZE = 1000  # bytes that each model of these tests needs
 OPTIONS = {"prefix_cache_bytes": 0, "max_batch": 1}
@@ -79,7 +79,7 @@ def loader(monkeypatch: pytest.MonkeyPatch) -> Loader:
 @pytest.fixture
 def folders(tmp_path: Path, manifest: Manifest) -> dict[str, Path]:
     """Three bundles without anything to run, of SIZE bytes each."""
-    plan = MemoryPlan(engine=0, tokenizer=0, logits=0, weights=SIZE)
+    plan = plan_of(engine=0, tokenizer=0, logits=0, weights=SIZE)
     found = {}
     for name in "abc":
         found[name] = tmp_path / name
@@ -106,20 +106,20 @@ def publish(folder: Path, manifest: Manifest) -> None:
     os.replace(shutil.copy(written, folder / "next"), written)
 
 
-Make = Callable[..., ModelPool]
+Make = Callable[..., Pool]
 
 
 @pytest.fixture
 def make(folders: dict[str, Path], loader: Loader) -> Make:
-    def made(names: str = "abc", memory: int | None = 2 * SIZE, **options: Any) -> ModelPool:
+    def made(names: str = "abc", memory: int | None = 2 * SIZE, **options: Any) -> Pool:
         patience_s = options.pop("patience_s", WAIT_S)
         bundles = {name: folders[name] for name in names}
-        return ModelPool(bundles, memory=memory, load_options=OPTIONS | options, patience_s=patience_s)
+        return Pool(bundles, memory=memory, load_options=OPTIONS | options, patience_s=patience_s)
 
     return made
 
 
-async def use(pool: ModelPool, *names: str) -> None:
+async def use(pool: Pool, *names: str) -> None:
     for name in names:
         async with pool.lease(name):
             pass
@@ -133,11 +133,11 @@ async def until(holds: Callable[[], bool]) -> None:
 class Held:
     """A request that holds a model until it is let go."""
 
-    def __init__(self, pool: ModelPool, name: str) -> None:
+    def __init__(self, pool: Pool, name: str) -> None:
         self._let_go, self.model = asyncio.Event(), asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._hold(pool, name))
 
-    async def _hold(self, pool: ModelPool, name: str) -> None:
+    async def _hold(self, pool: Pool, name: str) -> None:
         async with pool.lease(name) as model:
             self.model.set_result(model)
             await self._let_go.wait()
@@ -148,7 +148,7 @@ class Held:
 
 
 async def test_each_model_gets_its_own_format_of_calls(folders: dict[str, Path], loader: Loader):
-    pool = ModelPool(folders, memory=3 * SIZE, load_options=OPTIONS, tool_formats={"b": "hermes"})
+    pool = Pool(folders, memory=3 * SIZE, load_options=OPTIONS, tool_formats={"b": "hermes"})
     await use(pool, "a", "b")
     assert [model.options.get("tool_format") for model in loader.loaded] == [None, "hermes"]
 
@@ -159,7 +159,7 @@ class TestUnloading:
         pool = make()
         held = Held(pool, "a")
         first = await held.model
-        await pool.unload("a")
+        await pool.place("a").unload()
         assert (pool.states()["a"].phase, pool.states()["a"].draining) == ("unloaded", 1)
         assert not first.closed.is_set() and pool.memory_taken == SIZE
         await use(pool, "a")
@@ -171,13 +171,13 @@ class TestUnloading:
         self, make: Make, loader: Loader
     ):
         pool = make()
-        await pool.unload("a")
+        await pool.place("a").unload()
         assert loader.names == [] and pool.states()["a"].phase == "unloaded"
         with pytest.raises(UsageError, check=about("model")):
-            await pool.unload("x")
+            await pool.place("x").unload()
         await pool.close()
         with pytest.raises(EngineClosedError):
-            await pool.unload("a")
+            await pool.place("a").unload()
 
 
 class TestLoading:
@@ -331,7 +331,7 @@ class TestSwap:
         pool = make("ab")
         held = Held(pool, "a")
         old = await held.model
-        await pool.swap("a")
+        await pool.place("a").swap()
         state = pool.states()["a"]
         assert (state.phase, state.users, state.draining, state.memory) == ("ready", 1, 1, 2 * SIZE)
         async with pool.lease("a") as new:
@@ -343,7 +343,7 @@ class TestSwap:
 
     async def test_to_another_folder_holds_for_later_loads(self, make: Make, loader: Loader, folders: dict[str, Path]):
         pool = make("a", memory=SIZE)
-        await pool.swap("a", folders["c"])
+        await pool.place("a").swap(folders["c"])
         await use(pool, "a")
         assert loader.names == ["c"] and pool.manifest("a").source.name == "c"
 
@@ -355,7 +355,7 @@ class TestSwap:
         await use(pool, "a")
         loader.before = fail
         with pytest.raises(BundleError, match="self-test failed"):
-            await pool.swap("a")
+            await pool.place("a").swap()
         await use(pool, "a")
         state = pool.states()["a"]
         assert (state.phase, state.reason, state.memory) == ("ready", "the self-test failed", SIZE)
@@ -365,17 +365,17 @@ class TestSwap:
         pool = make("a", memory=SIZE)
         await use(pool, "a")
         with pytest.raises(ResourceError, match=r"a goes on with the bundle that it has; unload that first"):
-            await pool.swap("a")
+            await pool.place("a").swap()
         await use(pool, "a")
         assert loader.names == ["a"] and not loader.loaded[0].closed.is_set()
-        await pool.unload("a")
-        await pool.swap("a")
+        await pool.place("a").unload()
+        await pool.place("a").swap()
         assert loader.loaded[0].closed.is_set() and loader.names == ["a", "a"] and pool.memory_taken == SIZE
 
     async def test_idle_models_make_room_for_it(self, make: Make, loader: Loader):
         pool = make("ab")
         await use(pool, "b", "a")
-        await pool.swap("a")
+        await pool.place("a").swap()
         assert pool.states()["b"].phase == "unloaded"
 
     async def test_refresh_takes_what_was_published_anew_and_nothing_else(
@@ -405,11 +405,11 @@ class TestSwap:
         folder = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
         messages = [{"role": "user", "content": "def"}]
 
-        async def ask(pool: ModelPool) -> str:
+        async def ask(pool: Pool) -> str:
             async with pool.lease("m") as model:
                 return (await model.stream_chat(messages, max_tokens=12, temperature=0)).text
 
-        pool = ModelPool({"m": folder}, memory=None, load_options={"threads": 1})
+        pool = Pool({"m": folder}, memory=None, load_options={"threads": 1})
         expected = await ask(pool)
         shutil.copytree(tiny_bundle, tmp_path / "next")
         folder.rename(tmp_path / "former")
@@ -445,32 +445,24 @@ class TestAdapters:
         await use(pool, "sql")
         assert loader.names == ["b"] and loader.loaded[0].adapters == {"law", "sql"}
 
-    async def test_are_what_the_log_says_of_a_request(self, make: Make, folders, monkeypatch: pytest.MonkeyPatch):
-        add(folders["a"], "sql")
-        noted: list[dict[str, Any]] = []
-        monkeypatch.setattr(pool_module, "note", lambda **fields: noted.append(fields))
-
-        await use(make("a"), "sql", "a")
-        assert noted == [{"model": "sql"}, {"model": "a"}]
-
     async def test_come_and_go_while_their_model_serves(self, make: Make, loader: Loader, folders):
         pool = make("a")
         held = Held(pool, "a")
         model: Any = await held.model
         add(folders["a"], "sql")
-        await pool.load_adapter("a", "sql")
+        await pool.place("a").load_adapter("sql")
         assert model.adapters == {"sql"} and pool.adapters == {"sql": "a"}
-        await pool.unload_adapter("a", "sql")
+        await pool.place("a").unload_adapter("sql")
         assert model.adapters == set() and pool.adapters == {}
         with pytest.raises(RequestError, match="there is no adapter 'sql'"):
-            await pool.unload_adapter("a", "sql")
+            await pool.place("a").unload_adapter("sql")
         await held.end()
         assert loader.names == ["a"]
 
     async def test_that_are_asked_for_load_a_model_that_is_not(self, make: Make, loader: Loader, folders):
         pool = make("a")
         add(folders["a"], "sql")
-        await pool.load_adapter("a", "sql")
+        await pool.place("a").load_adapter("sql")
         assert loader.loaded[0].adapters == {"sql"} and pool.adapters == {"sql": "a"}
 
     @pytest.mark.parametrize("name", ["../b", "..", "/etc", "none", ""])
@@ -479,7 +471,7 @@ class TestAdapters:
 
         pool = make("ab")
         with pytest.raises(UsageError, check=about("adapter")):
-            await pool.load_adapter("a", name)
+            await pool.place("a").load_adapter(name)
         assert not loader.loaded
 
     async def test_that_are_damaged_change_nothing_and_name_no_folder(self, make: Make, loader: Loader, folders):
@@ -487,7 +479,7 @@ class TestAdapters:
         await use(pool, "a")
         (folders["a"] / ADAPTERS_FOLDER / "sql").mkdir(parents=True)
         with pytest.raises(BundleError) as refused:
-            await pool.load_adapter("a", "sql")
+            await pool.place("a").load_adapter("sql")
         assert from_llmc(refused.value).message == "the model: the adapter sql could not be loaded: it is damaged"
         assert pool.adapters == {}
         await use(pool, "a")
@@ -500,7 +492,7 @@ class TestAdapters:
         pool = make("ab")
         await use(pool, "a")
         add(folders["a"], name)
-        for refused in (pool.load_adapter("a", name), pool.swap("a")):
+        for refused in (pool.place("a").load_adapter(name), pool.place("a").swap()):
             with pytest.raises(BundleError, match=f"a has an adapter '{name}', the name of another model"):
                 await refused
         assert isinstance((await pool.refresh())["a"], BundleError)
@@ -531,7 +523,7 @@ class TestAdapters:
 
         pool = make("a")
         await use(pool, "a")
-        await pool.swap("a", folders["b"])
+        await pool.place("a").swap(folders["b"])
         assert pool.adapters == {"sql": "a"} and loader.loaded[1].adapters == {"sql"}
 
 
@@ -577,11 +569,11 @@ class TestEnd:
     ("call", "error"),
     [
         (lambda pool: use(pool, "nobody"), UsageError),
-        (lambda pool: pool.swap("nobody"), UsageError),
-        (lambda pool: pool.swap("a", Path("/nowhere")), BundleError),
+        (lambda pool: pool.place("nobody").swap(), UsageError),
+        (lambda pool: pool.place("a").swap(Path("/nowhere")), BundleError),
     ],
 )
-async def test_what_is_not_there_is_refused(call: Callable[[ModelPool], Any], error: type[LlmcError], make: Make):
+async def test_what_is_not_there_is_refused(call: Callable[[Pool], Any], error: type[LlmcError], make: Make):
     pool = make()
     with pytest.raises(error):
         await call(pool)
@@ -590,10 +582,10 @@ async def test_what_is_not_there_is_refused(call: Callable[[ModelPool], Any], er
 
 def test_no_bundle_at_all_is_refused():
     with pytest.raises(UsageError, check=about("models")):
-        ModelPool({}, memory=None, load_options={})
+        Pool({}, memory=None, load_options={})
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_context", 10**6), ("max_batch", 10**3)])
 def test_what_no_bundle_was_built_for_is_refused_before_anything_is_loaded(tiny_bundle: Path, name: str, value: int):
     with pytest.raises(UsageError, match=f"{name} is {value}, .* built for .* build with a larger --"):
-        ModelPool({"tiny": tiny_bundle}, memory=None, load_options={name: value})
+        Pool({"tiny": tiny_bundle}, memory=None, load_options={name: value})

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,43 +9,45 @@ import pytest
 
 from llmc.errors import CancelledError, QueueFullError
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.http.accounts import CLIENT, Bill, Client
-from llmc.runtime.server.http.aside import SHORT, room_beside
+from llmc.runtime.server.http.call import SHORT, Bill, Call, Client, room_beside
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.keys import Key
 from llmc.runtime.server.models.service import Service, Workers
 
 POOL: Any = None  # nothing here needs a model
-BOUNDED = Service(ServerConfig(max_request_tokens=50, request_deadline_s=5.0), POOL)
+BOUNDED = ServerConfig(max_request_tokens=50, request_deadline_s=5.0)
+
+
+def bound(config: ServerConfig, sampling: dict[str, Any], key: Key | None = None, **named: Any) -> dict[str, Any]:
+    return Service(config, POOL).bound_sampling(Call(Client(key)), sampling, **named)
 
 
 def test_a_request_may_ask_for_so_many_tokens_of_all_its_outputs():
-    assert BOUNDED.bound_sampling({"n": 2, "max_tokens": 25})["max_tokens"] == 25
-    assert BOUNDED.bound_sampling({"n": 3})["max_tokens"] == 16
-    assert BOUNDED.bound_sampling({"n": 3}, prompts=2)["max_tokens"] == 8
-    assert BOUNDED.bound_sampling({"max_tokens": 0})["max_tokens"] == 0  # which the engine refuses by name
+    assert bound(BOUNDED, {"n": 2, "max_tokens": 25})["max_tokens"] == 25
+    assert bound(BOUNDED, {"n": 3})["max_tokens"] == 16
+    assert bound(BOUNDED, {"n": 3}, prompts=2)["max_tokens"] == 8
+    assert bound(BOUNDED, {"max_tokens": 0})["max_tokens"] == 0  # which the engine refuses by name
 
 
 @pytest.mark.parametrize(("asked", "param"), [({"max_tokens": 51}, "max_tokens"), ({"n": 51}, "n")])
 def test_more_is_refused_by_the_name_of_what_is_too_much(asked: dict[str, Any], param: str):
     with pytest.raises(ApiError) as refused:
-        BOUNDED.bound_sampling(asked)
+        bound(BOUNDED, asked)
     assert refused.value.status == 400 and refused.value.param == param
 
 
 def test_a_deadline_may_be_shorter_and_not_longer():
-    assert BOUNDED.bound_sampling({"deadline_s": 1.0})["deadline_s"] == 1.0
-    assert BOUNDED.bound_sampling({"deadline_s": 9.0})["deadline_s"] == 5.0
+    assert bound(BOUNDED, {"deadline_s": 1.0})["deadline_s"] == 1.0
+    assert bound(BOUNDED, {"deadline_s": 9.0})["deadline_s"] == 5.0
 
 
 @pytest.mark.parametrize(("scope", "expected"), [("key", "ann"), ("shared", None)])
-async def test_prefixes_are_shared_where_a_setting_says_so(scope: Any, expected: str | None):
-    CLIENT.set(Client(Key("ann", b""), lambda bill: None))
-    assert Service(ServerConfig(prefix_cache_scope=scope), POOL).bound_sampling({})["prefix_scope"] == expected
+def test_prefixes_are_shared_where_a_setting_says_so(scope: Any, expected: str | None):
+    assert bound(ServerConfig(prefix_cache_scope=scope), {}, Key("ann", b""))["prefix_scope"] == expected
 
 
 async def test_prompts_whose_turn_does_not_come_in_time_all_cost_nothing():
-    CLIENT.set(client := Client(None, lambda bill: None))
+    client = Client()
     waiting: list[Any] = [
         SimpleNamespace(done=False, prompt_tokens=7, most_tokens=9, generated=int, is_waiting=lambda: True)
         for _ in range(2)
@@ -55,7 +56,7 @@ async def test_prompts_whose_turn_does_not_come_in_time_all_cost_nothing():
         handle.result, handle.cancel = _raise_cancelled, lambda it=handle: setattr(it, "done", True)
         client.charge(handle)
     with pytest.raises(QueueFullError, match=r"waited 0[.]1 s for its turn"):
-        await Service(ServerConfig(max_queue_s=0.1), POOL).wait_turn(*waiting)
+        await Service(ServerConfig(max_queue_s=0.1), POOL).wait_turn(client, waiting)
     assert all(handle.done for handle in waiting) and client.bill == Bill()
 
 
@@ -63,14 +64,19 @@ def _raise_cancelled(timeout: float) -> Any:
     raise CancelledError("it was cancelled")
 
 
-def took(*given: Any, **named: Any) -> bool:
-    """True if what has these arguments is submitted on the event loop's own thread."""
+def ended(**more: Any) -> Any:
+    """A handle of a request that has ended."""
+    return SimpleNamespace(done=True, result=_raise_cancelled, prompt_tokens=0, generated=int, **more)
 
-    def submit(*given: Any, **named: Any) -> Any:
-        return SimpleNamespace(thread=threading.get_ident(), done=True)
+
+def took(prompt: Any, **arguments: Any) -> bool:
+    """True if such a request is submitted on the event loop's own thread."""
+
+    def start() -> Any:
+        return ended(thread=threading.get_ident())
 
     async def main() -> bool:
-        handle: Any = await Service(ServerConfig(), POOL).submit_promptly(partial(submit, *given, **named))
+        handle: Any = await Service(ServerConfig(), POOL).submit(Client(), prompt, arguments, start)
         return bool(handle.thread == threading.get_ident())
 
     return asyncio.run(main())
@@ -84,24 +90,22 @@ SEEN = [{"role": "user", "content": [{"type": "image", "image": b""}]}]
 def test_a_short_request_is_submitted_without_a_thread():
     assert took(HELLO, max_tokens=4, tools=None, temperature=0.0)
     assert took("Hello", stop=["a", "b"])
-    assert took(object(), HELLO, {"max_tokens": 4, "tools": None})
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("prompt", "arguments"),
     [
-        (([{"role": "user", "content": "x" * SHORT}],), {}),
-        ((HELLO * SHORT,), {}),
-        (([1] * (SHORT + 1),), {}),
-        ((HELLO,), {"logit_bias": dict.fromkeys(range(SHORT + 1), 1.0)}),
-        ((HELLO,), {"tools": [TOOL]}),
-        ((HELLO,), {"grammar": 'root ::= "a"'}),
-        ((object(), HELLO, {"tools": [TOOL]}), {}),
-        ((SEEN,), {}),
+        ([{"role": "user", "content": "x" * SHORT}], {}),
+        (HELLO * SHORT, {}),
+        ([1] * (SHORT + 1), {}),
+        (HELLO, {"logit_bias": dict.fromkeys(range(SHORT + 1), 1.0)}),
+        (HELLO, {"tools": [TOOL]}),
+        (HELLO, {"grammar": 'root ::= "a"'}),
+        (SEEN, {}),
     ],
 )
-def test_what_may_take_long_to_submit_is_submitted_in_a_thread(given: tuple[Any, ...], named: dict[str, Any]):
-    assert not took(*given, **named)
+def test_what_may_take_long_to_submit_is_submitted_in_a_thread(prompt: Any, arguments: dict[str, Any]):
+    assert not took(prompt, **arguments)
 
 
 GUIDED = {"grammar": 'root ::= "a"'}
@@ -113,15 +117,15 @@ class Held:
     def __init__(self) -> None:
         self.begun, self._go_on = 0, threading.Event()
 
-    def submit(self, *_: Any, **named: Any) -> Any:
+    def submit(self) -> Any:
         self.begun += 1
         assert self._go_on.wait(60)
-        return SimpleNamespace(done=True, result=_raise_cancelled, prompt_tokens=0, generated=int)
+        return ended()
 
-    async def ask(self, service: Service, key: str | None, *given: Any, **named: Any) -> asyncio.Task[Any]:
+    async def ask(self, service: Service, key: str | None, prompt: Any, **arguments: Any) -> asyncio.Task[Any]:
         """A request of a key that is submitted as far as it can be."""
-        CLIENT.set(Client(Key(key, b""), lambda bill: None) if key else None)
-        task = asyncio.create_task(service.submit_promptly(partial(self.submit, *given, **named)))
+        client = Client(Key(key, b"") if key else None)
+        task = asyncio.create_task(service.submit(client, prompt, arguments, self.submit))
         await asyncio.sleep(0.05)
         return task
 
@@ -137,20 +141,20 @@ async def test_more_than_may_wait_for_these_threads_are_refused():
     asked = [await held.ask(service, None, SEEN) for _ in range(3)]
     with pytest.raises(QueueFullError, match="2 requests with images wait already"):
         await (await held.ask(service, None, SEEN))
-    assert (await service.submit_promptly(partial(took_at_once, HELLO))).done  # others go on
+    assert (await service.submit(Client(), HELLO, {}, ended)).done  # others go on
     await held.let_go(*asked)
 
 
 @pytest.mark.threat("image-cost")
-@pytest.mark.parametrize(("given", "named"), [((SEEN,), {}), ((HELLO,), GUIDED)], ids=["images", "grammars"])
-async def test_one_key_leaves_threads_and_places_to_the_others(given: tuple[Any, ...], named: dict[str, Any]):
+@pytest.mark.parametrize(("prompt", "arguments"), [(SEEN, {}), (HELLO, GUIDED)], ids=["images", "grammars"])
+async def test_one_key_leaves_threads_and_places_to_the_others(prompt: Any, arguments: dict[str, Any]):
     held, service = Held(), Service(ServerConfig(), POOL)
     service.images = service.compilers = Workers("work", threads=3, of_key=2, waiting=4)
-    asked = [await held.ask(service, "ann", *given, **named) for _ in range(6)]
+    asked = [await held.ask(service, "ann", prompt, **arguments) for _ in range(6)]
     assert held.begun == 2
     with pytest.raises(QueueFullError):
-        await (await held.ask(service, "ann", *given, **named))
-    asked.append(await held.ask(service, "bob", *given, **named))
+        await (await held.ask(service, "ann", prompt, **arguments))
+    asked.append(await held.ask(service, "bob", prompt, **arguments))
     assert held.begun == 3
     await held.let_go(*asked)
 
@@ -177,14 +181,16 @@ async def test_images_hold_up_no_grammars():
         (None, -1001, -1001),
     ],
 )
-async def test_a_priority_is_at_least_the_keys(key: Key | None, asked: int, granted: int):
+def test_a_priority_is_at_least_the_keys(key: Key | None, asked: int, granted: int):
     """Beyond any range it stays as it is, for the engine to refuse by name."""
-    CLIENT.set(Client(key, lambda bill: None))
-    assert Service(ServerConfig(), POOL).bound_sampling({"priority": asked})["priority"] == granted
+    assert bound(ServerConfig(), {"priority": asked}, key)["priority"] == granted
 
 
-def took_at_once(_: Any) -> Any:
-    return SimpleNamespace(done=True)
+def test_the_log_names_the_adapter_that_was_asked_for():
+    manifest = SimpleNamespace(geometry=SimpleNamespace(encoder=None))
+    pool: Any = SimpleNamespace(names=("a",), adapters={"sql": "a"}, manifest=lambda name: manifest)
+    call = Call()
+    assert Service(ServerConfig(), pool).find_for(call, "sql", None) == "sql" == call.fields["model"]
 
 
 def test_values_take_room_by_their_characters_and_items():
@@ -208,15 +214,11 @@ def test_values_take_room_by_their_characters_and_items():
 def test_raw_prompts_spell_control_tokens_unless_settings_or_the_key_say_otherwise(
     settings: dict[str, Any], key: dict[str, Any], asked: bool | None, wanted: bool | None
 ):
-    bound = Service(ServerConfig(**settings), POOL).bound_sampling
+    config, ann = ServerConfig(**settings), Key("ann", b"", **key)
     sampling = {} if asked is None else {"parse_special": asked}
-    token = CLIENT.set(Client(Key("ann", b"", **key), lambda _: None))
-    try:
-        if wanted is None:
-            with pytest.raises(ApiError, match="parse_special is true"):
-                bound(sampling, raw=True)
-            return
-        assert bound(sampling, raw=True)["parse_special"] is wanted
-        assert "parse_special" not in bound({})
-    finally:
-        CLIENT.reset(token)
+    if wanted is None:
+        with pytest.raises(ApiError, match="parse_special is true"):
+            bound(config, sampling, ann, raw=True)
+        return
+    assert bound(config, sampling, ann, raw=True)["parse_special"] is wanted
+    assert "parse_special" not in bound(config, {}, ann)

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 from doubles.cuda import ORIN, FakeDriver, small
+from doubles.plans import plan_of
 
-from llmc.bundle import DeviceMemory
 from llmc.errors import ResourceError
 from llmc.runtime.sessions.cuda import session
 from llmc.runtime.sessions.cuda.session import check_memory, free_memory
 
 MB = 1_000_000
 # One row of 256 positions needs 500 MB, of which the context is taken by now.
-MEMORY = DeviceMemory(context=100 * MB, weights=100 * MB, workspace=44 * MB, cache_per_token=MB, logits=0)
+MEMORY = plan_of(context=100 * MB, weights=100 * MB, workspace=44 * MB, cache_per_token=MB, logits=0)
 
 
 def with_free(megabytes: int) -> FakeDriver:

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from doubles.cuda import FakeDriver
 from doubles.geometries import uniform
+from doubles.plans import plan_of
 
-from llmc.bundle import DeviceMemory, Limits, Manifest
+from llmc.bundle import Limits, Manifest
 from llmc.errors import BundleError, GpuError, RequestError, UsageError
 from llmc.runtime.sessions.base import Batch
 from llmc.runtime.sessions.cuda.session import DeviceSession
 
 GEOMETRY = uniform("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 0))
 LIMITS = Limits(max_context=40, max_batch=3, prefill_chunk=8)
-MEMORY = DeviceMemory(context=0, weights=0, workspace=0, cache_per_token=1, logits=0)
+MEMORY = plan_of(context=0, weights=0, workspace=0, cache_per_token=1, logits=0)
 
 
 class Idle(DeviceSession):

@@ -34,6 +34,7 @@ ANSWERS = [GENERATOR.integers(3, 4096, 6).tolist() for _ in PROMPTS]
 def built(layer_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A layer of the small model built for the CUDA target in a precision, once."""
     from llmc.optimize.build import build
+    from llmc.optimize.recipe import BuildRequest
 
     folder, made = tmp_path_factory.mktemp("cuda"), dict[str, Path]()
 
@@ -41,7 +42,7 @@ def built(layer_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
         if precision not in made:
             limits: dict[str, Any] = {"max_context": 512, "max_batch": ROWS}
             made[precision] = build(
-                layer_export, folder / precision, target="cuda", precision=precision, **limits
+                BuildRequest(layer_export, folder / precision, target="cuda", precision=precision, **limits)
             ).output
         return made[precision]
 

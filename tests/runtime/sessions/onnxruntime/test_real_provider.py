@@ -22,7 +22,7 @@ def bundles(tmp_path: Path) -> Path:
 
     from llmc.export import export
     from llmc.optimize.build import build
-    from llmc.optimize.recipe import Request
+    from llmc.optimize.recipe import BuildRequest, Request
 
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -43,13 +43,15 @@ def bundles(tmp_path: Path) -> Path:
         recipe = Request(scheme="rtn") if precision == "int4" else None
         output = tmp_path / "bundles" / precision
         build(
-            tmp_path / "export",
-            output,
-            target="cuda",
-            precision=precision,
-            max_context=1024,
-            max_batch=2,
-            recipe=recipe,
+            BuildRequest(
+                tmp_path / "export",
+                output,
+                target="cuda",
+                precision=precision,
+                max_context=1024,
+                max_batch=2,
+                recipe=recipe,
+            )
         )
     return tmp_path / "bundles"
 

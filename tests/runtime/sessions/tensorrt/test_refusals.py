@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles.cuda import FakeDriver, small
+from doubles.plans import plan_of
 from doubles.tensorrt import FakeTensorRT
 
-from llmc.bundle import DeviceMemory
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError
 from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.sessions.tensorrt.session import TensorRTSession
@@ -83,12 +83,14 @@ def test_an_engine_with_half_of_its_cache_in_place_is_refused(bundle: Callable[.
 def test_too_little_memory_is_refused_before_loading_with_what_would_fit(bundle: Callable[..., Any]):
     setup = bundle()
     setup.driver.device = small(total_memory=100 * MB)
-    setup.manifest = replace(setup.manifest, device=DeviceMemory(500 * MB, 60 * MB, 8 * MB, MB, 0))
+    setup.manifest = replace(
+        setup.manifest, device=plan_of(context=500 * MB, weights=60 * MB, workspace=8 * MB, cache_per_token=MB)
+    )
     refused(setup, ResourceError, "needs 632 MB of GPU memory, 600 MB are free .* build with --max-context 32")
     assert setup.library.runtimes == []
     setup = bundle()
     setup.driver.device = small(total_memory=100 * MB)
-    setup.manifest = replace(setup.manifest, device=DeviceMemory(0, 160 * MB, 8 * MB, MB, 0))
+    setup.manifest = replace(setup.manifest, device=plan_of(weights=160 * MB, workspace=8 * MB, cache_per_token=MB))
     refused(setup, ResourceError, "100 MB are free .* use a smaller precision or model")
     setup.driver = FakeDriver(small(total_memory=300 * MB))
     setup.library = FakeTensorRT(setup.driver)

@@ -1,10 +1,10 @@
 """OpenAI's responses: items in, items out, and conversations that go on from a stored response."""
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
+from contextlib import aclosing
 from functools import cached_property, partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import Discriminator, Field, JsonValue, Tag
@@ -13,17 +13,8 @@ from starlette.concurrency import run_in_threadpool
 from llmc.errors import LlmcError
 from llmc.runtime import Model, SamplingParams
 from llmc.runtime.api.chat import ChatHandle, ChatResult, ToolCall
-from llmc.runtime.server.http.accounts import key_name
-from llmc.runtime.server.http.aside import apart, aside
-from llmc.runtime.server.http.bodies import Body, Other, Verbosity
-from llmc.runtime.server.http.errors import ApiError, from_llmc, no_route, rename_place
-from llmc.runtime.server.http.ignored import ignore
-from llmc.runtime.server.http.images import DataUrl, decode_base64, make_content
-from llmc.runtime.server.http.streams import EventStream, event, make_answer, unless_gone, unless_long
-from llmc.runtime.server.http.validation import take_body
-from llmc.runtime.server.models.response_store import Item, make_stored, read
-from llmc.runtime.server.models.service import Served, Service, new_id, plain_id
-from llmc.runtime.server.openai.chat import (
+from llmc.runtime.server.dialects.openai import logprob_entries
+from llmc.runtime.server.dialects.openai_chat import (
     Effort,
     OpenAIChat,
     Schema,
@@ -33,11 +24,18 @@ from llmc.runtime.server.openai.chat import (
     effort_budget,
     write_input,
 )
-from llmc.runtime.server.openai.logprobs import logprob_entries
-from llmc.runtime.server.openai.response_events import PREFIXES, Event, Output
-from llmc.runtime.server.openai.tools import AnyTool, Toolbox, ToolChoice, write_name
+from llmc.runtime.server.dialects.response_events import PREFIXES, Event, Output
+from llmc.runtime.server.dialects.tools import AnyTool, Toolbox, ToolChoice, write_name
+from llmc.runtime.server.http.bodies import Asked, Body, Other, Verbosity
+from llmc.runtime.server.http.call import Called, apart
+from llmc.runtime.server.http.errors import ApiError, from_llmc, no_route, rename_place
+from llmc.runtime.server.http.images import DataUrl, decode_base64, make_content
+from llmc.runtime.server.http.streams import event, make_answer, unless_long
+from llmc.runtime.server.http.validation import take_body
+from llmc.runtime.server.models.response_store import Item, make_stored, read
+from llmc.runtime.server.models.service import Served, Service, new_id, plain_id
+from llmc.runtime.server.turn import Turn
 
-T = TypeVar("T")
 EFFORT = "reasoning.effort"
 router = APIRouter(tags=["OpenAI"])
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -201,7 +199,7 @@ class Reasoning(Body):
     effort: Effort | None = None
 
 
-class Prompted(Body):
+class Prompted(Asked):
     """The members that make the prompt."""
 
     model: str | None = None
@@ -215,26 +213,26 @@ class Prompted(Body):
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
 
-    def conversation(self, service: Service) -> tuple[list[Item], list[dict[str, Any]]]:
+    def conversation(self, service: Service, owner: str | None) -> tuple[list[Item], list[dict[str, Any]]]:
         """The new items of the conversation, as they are kept, and all messages as chat templates read them.
-        Raises ApiError: there are no items, or what they go on from is not stored."""
+        Raises ApiError: there are no items, or ``owner`` has not stored what they go on from."""
         if isinstance(self.input, str):
             items = [_name_item(MessageItem(role="user", content=self.input))]
         else:
-            items = list(self._read_items(self.input, service))
+            items = list(self._read_items(self.input, service, owner))
         if not items and self.previous_response_id is None:
             raise ApiError(400, "input holds no items, expected one at least", param="input")
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        before = service.responses.conversation(key_name(), self.previous_response_id)
+        before = service.responses.conversation(owner, self.previous_response_id)
         return items, [*system, *plain([*before, *items])]
 
-    def _read_items(self, given: Sequence[AnyItem], service: Service) -> Iterator[Item]:
+    def _read_items(self, given: Sequence[AnyItem], service: Service, owner: str | None) -> Iterator[Item]:
         stored: dict[str, Item] = {}
         if ids := {item.id for item in given if isinstance(item, ReferenceItem)}:
-            stored = service.responses.items(key_name(), ids)
+            stored = service.responses.items(owner, ids)
         for number, item in enumerate(given):
             if isinstance(item, Other):
-                ignore(f"input.{item.type}")
+                self.ignore(f"input.{item.type}")
             elif isinstance(item, ReferenceItem):
                 if item.id not in stored:
                     said = f"no item {item.id[:80]!r} is stored; give the item itself"
@@ -254,18 +252,17 @@ class Prompted(Body):
         """The tools that the model is offered. Raises ApiError: one that is forced or allowed is not there."""
         items = enumerate(() if isinstance(self.input, str) else self.input)
         later = {f"input[{at}].tools": item.tools for at, item in items if isinstance(item, ToolsItem)}
-        return Toolbox({"tools": self.tools or (), **later}, self.tool_choice)
+        return Toolbox({"tools": self.tools or (), **later}, self.tool_choice, self.ignore)
 
     def make_arguments(self, model: Model) -> dict[str, Any]:
         """Arguments of :meth:`llmc.runtime.Model.chat_tokens` beside the messages.
         Raises ApiError: ``tool_choice`` allows a tool that is not there."""
         tools = self.toolbox.plain()
-        return {
-            "tools": tools,
-            "chat_template_kwargs": add_variables(
-                model, {}, self.effort, self.verbosity, tools is not None, "text.verbosity", EFFORT
-            ),
-        }
+        offered = tools is not None
+        variables = add_variables(
+            model, {}, self.effort, self.verbosity, offered, self.ignore, "text.verbosity", EFFORT
+        )
+        return {"tools": tools, "chat_template_kwargs": variables}
 
     @property
     def verbosity(self) -> Verbosity:
@@ -292,9 +289,9 @@ class ResponseRequest(OpenAIChat, Prompted):
         Raises ApiError: parameters contradict each other."""
         for name in self.include or ():
             if name != LOGPROBS:
-                ignore(f"include.{name}")
+                self.ignore(f"include.{name}")
         if self.parallel_tool_calls is False and not self.toolbox.offered:
-            ignore("parallel_tool_calls")
+            self.ignore("parallel_tool_calls")
         return {
             **self.sampling(
                 max_tokens=self.max_output_tokens,
@@ -307,7 +304,7 @@ class ResponseRequest(OpenAIChat, Prompted):
             "tool_choice": self.toolbox.choice,
             "tool_format": self.tool_format,
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "ignored": lambda place: ignore(rename_place(place, self.toolbox.names)),
+            "ignored": lambda place: self.ignore(rename_place(place, self.toolbox.names)),
         }
 
     @property
@@ -334,7 +331,7 @@ class ResponseRequest(OpenAIChat, Prompted):
 # This dialect's names of llmc's parameters.
 NAMES = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "json_schema": "text.format.schema"}
 LOGPROBS = "message.output_text.logprobs"
-# What a response says of its sampling.
+# Sampling parameters that a response names.
 PARAMETERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 DECIDING = (
     "min_p",
@@ -345,7 +342,7 @@ DECIDING = (
     "typical_p",
     "xtc_probability",
 )  # whether it draws
-# What it says as the request does.
+# Members that a response copies from its request.
 ECHOED = ("instructions", "max_output_tokens", "previous_response_id", "prompt_cache_key", "safety_identifier", "user")
 
 
@@ -409,70 +406,67 @@ def _text(content: str | Sequence[dict[str, Any]]) -> str:
 # ------------------------------------------------------------------------------------------------------------- answer
 
 
-def head_of(body: ResponseRequest, service: Service, model: Model) -> dict[str, Any]:
-    asked = {name: value for name in (*PARAMETERS, *DECIDING) if (value := getattr(body, name)) is not None}
-    params = SamplingParams.from_defaults(model.manifest.generation, **asked)
-    text = body.text or TextConfig()
-    given = {"type": "text"} if text.format is None else text.format.model_dump(by_alias=True, exclude_none=True)
-    choice = body.tool_choice or "auto"
-    return {
-        "id": new_id("resp_"),
-        "object": "response",
-        "created_at": int(time.time()),
-        "status": "in_progress",
-        **dict.fromkeys(("completed_at", "error", "incomplete_details", "max_tool_calls", "usage")),
-        **{name: getattr(body, name) for name in ECHOED},
-        **{name: getattr(params, name) for name in PARAMETERS},
-        "metadata": body.metadata or {},
-        "model": service.echo_name(body.model),
-        "output": [],
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "reasoning": {"effort": body.effort, "summary": None},
-        "service_tier": "default",
-        "background": False,
-        "store": body.store is not False and service.responses.keeps,
-        "text": {"format": given, "verbosity": body.verbosity or "medium"},
-        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": [tool.model_dump() for tool in body.toolbox.kept],
-        "top_logprobs": body.top_logprobs or 0,
-        "truncation": body.truncation or "disabled",
-    }
+class ResponseTurn(Turn[ResponseRequest, ChatHandle]):
+    """A conversation, and the response that answers it."""
 
-
-class Turn:
-    """A request of one client, and the conversation that it goes on with.
-    Raises ApiError: the conversation is not stored, or nothing is, or parameters contradict each other."""
-
-    def __init__(self, body: ResponseRequest, service: Service) -> None:
-        if body.store and not service.responses.keeps:
+    async def read(self) -> tuple[list[Any], dict[str, Any]]:
+        if self.body.store and not self.service.responses.keeps:
             raise ApiError(400, "store is true, but this server keeps no responses; set it to false", param="store")
-        self._body, self._service = body, service
-        self._items, self._messages = body.conversation(service)
-        body.admit(service)
-        self._arguments = service.bound_sampling(body.arguments())
+        self.body.admit(self.call, self.service)
 
-    async def submit(self, held: AsyncExitStack) -> tuple[Model, ChatHandle]:
-        """Submit the request; model and request are held until ``held`` is closed."""
+        def read_body() -> tuple[list[Any], dict[str, Any]]:
+            self._items, messages = self.body.conversation(self.service, self.call.client.name)
+            return [messages], self.body.arguments()
 
-        def make(model: Model) -> "partial[ChatHandle]":
-            arguments = {**self._arguments, **self._body.make_arguments(model)}
-            budget = effort_budget(model, self._body.effort, arguments, EFFORT)
-            return partial(model.stream_chat, self._messages, reasoning_budget=budget, **arguments)
+        return await (apart if self.body.needs_stored else self.call.aside)(read_body)
 
-        return await self._service.submit(held, self._body.model, self._body.names, make)
+    def fit(self, prompt: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        given = {**arguments, **self.body.make_arguments(self.model)}
+        budget = effort_budget(self.model, self.body.effort, given, self.body.ignore, EFFORT)
+        return prompt, {"reasoning_budget": budget, **given}
 
-    async def events(self, model: Model, handle: ChatHandle) -> AsyncIterator[Event]:
+    def _head(self) -> dict[str, Any]:
+        body = self.body
+        asked = {name: value for name in (*PARAMETERS, *DECIDING) if (value := getattr(body, name)) is not None}
+        params = SamplingParams.from_defaults(self.model.manifest.generation, **asked)
+        text = body.text or TextConfig()
+        given = {"type": "text"} if text.format is None else text.format.model_dump(by_alias=True, exclude_none=True)
+        choice = body.tool_choice or "auto"
+        return {
+            "id": new_id("resp_"),
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            **dict.fromkeys(("completed_at", "error", "incomplete_details", "max_tool_calls", "usage")),
+            **{name: getattr(body, name) for name in ECHOED},
+            **{name: getattr(params, name) for name in PARAMETERS},
+            "metadata": body.metadata or {},
+            "model": self.name,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "reasoning": {"effort": body.effort, "summary": None},
+            "service_tier": "default",
+            "background": False,
+            "store": body.store is not False and self.service.responses.keeps,
+            "text": {"format": given, "verbosity": body.verbosity or "medium"},
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [tool.model_dump() for tool in body.toolbox.kept],
+            "top_logprobs": body.top_logprobs or 0,
+            "truncation": body.truncation or "disabled",
+        }
+
+    async def pieces(self) -> AsyncIterator[Event]:
         """The events of the answer; the last of them has the whole response."""
-        head = head_of(self._body, self._service, model)
-        entries = partial(logprob_entries, model) if self._body.wants_logprobs else None
-        output = Output(entries, self._body.toolbox.begin_call)
+        head = self._head()
+        entries = partial(logprob_entries, self.model) if self.body.wants_logprobs else None
+        output = Output(entries, self.body.toolbox.begin_call)
         for kind in ("response.created", "response.in_progress"):
             yield {"type": kind, "response": head}
         try:
-            async for delta in handle.deltas_async():
+            async for delta in self.handle.deltas_async():
                 for found in output.events(delta):
                     yield found
-            result = await handle
+            result = await self.handle
         except LlmcError as error:
             for found in output.close("incomplete"):
                 yield found
@@ -483,10 +477,10 @@ class Turn:
             return
         for found in output.close("incomplete" if result.message.finish_reason == "length" else "completed"):
             yield found
-        response = await run_in_threadpool(self._finish, model, head, output, result)
+        response = await run_in_threadpool(self._finish, head, output, result)
         yield {"type": f"response.{response['status']}", "response": response}
 
-    def _finish(self, model: Model, head: dict[str, Any], output: Output, result: ChatResult) -> dict[str, Any]:
+    def _finish(self, head: dict[str, Any], output: Output, result: ChatResult) -> dict[str, Any]:
         """The whole response, which is kept where it is to be."""
         usage = result.usage
         cut = result.message.finish_reason == "length"
@@ -500,65 +494,57 @@ class Turn:
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": usage.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": count_thoughts(model, result.message)},
+                "output_tokens_details": {"reasoning_tokens": count_thoughts(self.model, result.message)},
                 "total_tokens": usage.total_tokens,
             },
         }
         if response["store"]:
-            stored = make_stored(self._body.previous_response_id, self._items, response)
-            self._service.responses.put(key_name(), response["id"], stored)
+            stored = make_stored(self.body.previous_response_id, self._items, response)
+            self.service.responses.put(self.call.client.name, response["id"], stored)
         return response
 
-    async def whole(self, model: Model, handle: ChatHandle) -> dict[str, Any]:
+    async def events(self) -> AsyncIterator[bytes]:
+        """Events of this dialect, numbered; long ones are encoded in another thread."""
+        number = 0
+        async with aclosing(self.pieces()) as pieces:  # type: ignore[type-var]
+            async for piece in pieces:
+                numbered = {**piece, "sequence_number": number}
+                yield await unless_long(numbered, partial(event, numbered, piece["type"]))
+                number += 1
+
+    def result(self) -> Awaitable[dict[str, Any]]:
+        return self._whole()
+
+    async def _whole(self) -> dict[str, Any]:
         """The whole response. Raises LlmcError: the request failed."""
         last: Event = {}
-        async for piece in self.events(model, handle):
+        async for piece in self.pieces():
             last = piece
         if last["type"] == "response.failed":
-            await handle  # which raises
+            await self.handle  # which raises
         response: dict[str, Any] = last["response"]
         return response
 
-
-async def encode_events(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
-    """Events of this dialect, numbered and encoded."""
-    number = 0
-    async with aclosing(events) as pieces:  # type: ignore[type-var]
-        async for piece in pieces:
-            numbered = {**piece, "sequence_number": number}
-            yield await unless_long(numbered, partial(event, numbered, piece["type"]))
-            number += 1
-
-
-async def aside_of_stored(body: Prompted, work: Callable[[], T]) -> T:
-    """The result of work on a conversation: off the event loop where it goes on with what is stored, or is large."""
-    return await (apart if body.needs_stored else aside)(work)
+    async def make_whole(self, result: dict[str, Any]) -> Response:
+        return await make_answer(lambda: result, large=self.body.wants_logprobs)
 
 
 # ------------------------------------------------------------------------------------------------------------- routes
 
 
 @router.post("/v1/responses")
-async def responses(
-    body: Annotated[ResponseRequest, take_body(ResponseRequest)], request: Request, service: Served
-) -> Response:
+async def responses(body: Annotated[ResponseRequest, take_body(ResponseRequest)], request: Request) -> Response:
     """Answer a conversation. With ``stream`` the answer comes as server-sent events."""
-    turn = await aside_of_stored(body, lambda: Turn(body, service))
-    async with AsyncExitStack() as held:
-        model, handle = await turn.submit(held)
-        if body.stream:
-            events = encode_events(turn.events(model, handle))
-            return EventStream(events, held.pop_all(), service.config.heartbeat_s)
-        whole = await unless_gone(request.receive, turn.whole(model, handle))
-        return await make_answer(lambda: whole, large=body.wants_logprobs)
+    return await ResponseTurn(body, request).answer()
 
 
 @router.post("/v1/responses/input_tokens")
-async def input_tokens(body: Annotated[Prompted, take_body(Prompted)], service: Served) -> dict[str, Any]:
+async def input_tokens(body: Annotated[Prompted, take_body(Prompted)], call: Called, service: Served) -> dict[str, Any]:
     """The tokens of the prompt that such a request becomes, before anything of it is dropped."""
-    _, messages = await aside_of_stored(body, partial(body.conversation, service))
+    aside = apart if body.needs_stored else call.aside
+    _, messages = await aside(partial(body.conversation, service, call.client.name))
     count = await service.count_tokens(
-        body.model, NAMES, lambda model: model.chat_tokens(messages, **body.make_arguments(model))
+        call, body.model, NAMES, lambda model: model.chat_tokens(messages, **body.make_arguments(model))
     )
     return {"object": "response.input_tokens", "input_tokens": count}
 
@@ -570,21 +556,22 @@ async def compact(request: Request) -> Response:
 
 
 @router.get("/v1/responses/{response_id}")
-async def stored_response(response_id: str, service: Served) -> Response:
+async def stored_response(response_id: str, call: Called, service: Served) -> Response:
     """A stored response, as it was sent."""
-    return Response(service.responses.get(key_name(), response_id).response, media_type="application/json")
+    return Response(service.responses.get(call.client.name, response_id).response, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}")
-async def delete_response(response_id: str, service: Served) -> dict[str, Any]:
+async def delete_response(response_id: str, call: Called, service: Served) -> dict[str, Any]:
     """Forget a response. Conversations cannot go on from it, nor from those after it."""
-    service.responses.delete(key_name(), response_id)
+    service.responses.delete(call.client.name, response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
 @router.get("/v1/responses/{response_id}/input_items")
 async def input_items(
     response_id: str,
+    call: Called,
     service: Served,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
@@ -593,8 +580,8 @@ async def input_items(
     """The items that a stored response answered, the conversation before it included."""
 
     def page() -> dict[str, Any]:
-        stored = service.responses.get(key_name(), response_id)
-        items = [*service.responses.conversation(key_name(), stored.previous), *read(stored.items)]
+        stored = service.responses.get(call.client.name, response_id)
+        items = [*service.responses.conversation(call.client.name, stored.previous), *read(stored.items)]
         return page_of(items if order == "asc" else items[::-1], after, limit)
 
     return await make_answer(page, large=True)

@@ -2,9 +2,9 @@
 
 import json
 import re
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
-from functools import cached_property, partial
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request, Response
@@ -13,7 +13,7 @@ from pydantic import AfterValidator, ConfigDict, Field, Tag
 from llmc.errors import RequestError, UsageError, format_value
 from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta
-from llmc.runtime.server.http.aside import aside
+from llmc.runtime.server.dialects.openai import OpenAITurn, StreamOptions, StreamUsage, chat_logprobs, usage_of
 from llmc.runtime.server.http.bodies import (
     ANY,
     Body,
@@ -21,28 +21,16 @@ from llmc.runtime.server.http.bodies import (
     LogitBias,
     Other,
     Sampled,
-    StreamOptions,
-    StreamUsage,
     ToolFormat,
     Verbosity,
     kind_among,
-    usage_of,
 )
+from llmc.runtime.server.http.call import Call
 from llmc.runtime.server.http.errors import ApiError, rename_place
-from llmc.runtime.server.http.ignored import ignore
 from llmc.runtime.server.http.images import DataUrl, decode_base64, make_content
-from llmc.runtime.server.http.logs import note
-from llmc.runtime.server.http.streams import (
-    EventStream,
-    encode_json,
-    guard_chunks,
-    make_answer,
-    unless_gone,
-    unless_long,
-)
+from llmc.runtime.server.http.streams import encode_json, make_answer, unless_long
 from llmc.runtime.server.http.validation import take_body
-from llmc.runtime.server.models.service import Served, Service, plain_id
-from llmc.runtime.server.openai.logprobs import chat_logprobs
+from llmc.runtime.server.models.service import Service, plain_id
 from llmc.runtime.tools.calls import LONGEST_NAME
 
 router = APIRouter(tags=["OpenAI"])
@@ -101,7 +89,7 @@ class CalledFunction(Body):
 CallId = Annotated[str, AfterValidator(plain_id)]
 
 
-class Call(Body):
+class FunctionCall(Body):
     IGNORED = frozenset({"cache_control", "caller", "index", "provider_specific_fields"})
 
     id: CallId
@@ -120,7 +108,7 @@ class CustomInput(Body):
 class CustomCall(Body):
     """A call of a tool whose input is text, shown to the model as the call of a function."""
 
-    IGNORED = Call.IGNORED
+    IGNORED = FunctionCall.IGNORED
     id: CallId
     type: Literal["custom"]
     custom: CustomInput
@@ -136,12 +124,12 @@ def write_input(text: str) -> str:
 
 
 AnyCall = Annotated[
-    Annotated[Call, Tag(":function")] | Annotated[CustomCall, Tag(":custom")], kind_among("function", "custom")
+    Annotated[FunctionCall, Tag(":function")] | Annotated[CustomCall, Tag(":custom")], kind_among("function", "custom")
 ]
 
 
 class ChatMessage(Body):
-    # What answers carry that is not shown to models, and what other servers' caches are told.
+    # Members of answers that models are not shown, and hints for other servers' caches.
     IGNORED = frozenset({"annotations", "cache_control", "parsed", "provider_specific_fields", "thinking_blocks"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -231,7 +219,7 @@ class NamedTool(Body):
 
 
 class AllowedTools(Body):
-    """Those of the tools that may be called, and whether one must."""
+    """The tools that may be called, and whether one must be."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[
@@ -319,12 +307,12 @@ class OpenAIChat(Sampled):
     safety_identifier: Logged = None
     user: Logged = None
 
-    def admit(self, service: Service) -> None:
-        """Note who asks, for the log.
+    def admit(self, call: Call, service: Service) -> None:
+        """Log who asks.
         Raises ApiError: prefixes shall stay in memory alone, but a folder keeps them, too."""
-        note(user=self.user, safety_identifier=self.safety_identifier, metadata=self.metadata or None)
+        call.note(user=self.user, safety_identifier=self.safety_identifier, metadata=self.metadata or None)
         if self.prompt_cache_retention == "24h":
-            ignore("prompt_cache_retention")
+            self.ignore("prompt_cache_retention")
         elif self.prompt_cache_retention is not None and service.config.prefix_cache_folder is not None:
             said = "prompt_cache_retention is 'in_memory', but this server keeps prefixes in a folder; leave it out"
             raise ApiError(400, said, param="prompt_cache_retention")
@@ -359,9 +347,9 @@ class ChatRequest(OpenAIChat):
         """Arguments of :meth:`llmc.runtime.Model.stream_chat` beside the messages.
         Raises ApiError: parameters contradict each other, or one counts for nothing."""
         if self.stream_options is not None and not self.stream:
-            ignore("stream_options")
+            self.ignore("stream_options")
         if self.parallel_tool_calls is not None and not self._functions:
-            ignore("parallel_tool_calls")
+            self.ignore("parallel_tool_calls")
         if self.add_generation_prompt is (self.continue_final_message is True):
             said = "add_generation_prompt must be the contrary of continue_final_message; leave it out"
             raise ApiError(400, said, param="add_generation_prompt")
@@ -383,7 +371,7 @@ class ChatRequest(OpenAIChat):
             "tool_format": self.tool_format,
             "documents": self.documents,
             "continue_final_message": self.continue_final_message is True,
-            "ignored": lambda place: ignore(rename_place(place, self.names)),
+            "ignored": lambda place: self.ignore(rename_place(place, self.names)),
         }
 
     @property
@@ -405,10 +393,10 @@ class ChatRequest(OpenAIChat):
     def _functions(self) -> dict[str, Function]:
         """The functions that the model is offered, by their places.
         Raises ApiError: one that is allowed is not there."""
-        found = {place: tool.function for place, tool in drop_others("tools", self.tools or ()).items()}
+        found = {place: tool.function for place, tool in drop_others(self.ignore, "tools", self.tools or ()).items()}
         if not isinstance(self.tool_choice, AllowedChoice):
             return found
-        allowed = drop_others("tool_choice.tools", self.tool_choice.allowed_tools.tools).values()
+        allowed = drop_others(self.ignore, "tool_choice.tools", self.tool_choice.allowed_tools.tools).values()
         names = {tool.function.name for tool in allowed}
         if missing := sorted(names - {function.name for function in found.values()}):
             raise refuse_allowed("tool_choice", missing[0])
@@ -430,19 +418,23 @@ class ChatRequest(OpenAIChat):
         if self.enable_thinking is not None:
             _agree(given, "enable_thinking", self.enable_thinking, "enable_thinking")
             given["enable_thinking"] = self.enable_thinking
-        return add_variables(model, given, self.reasoning_effort, self.verbosity, bool(self._functions))
+        tools = bool(self._functions)
+        return add_variables(model, given, self.reasoning_effort, self.verbosity, tools, self.ignore)
 
     def make_budget(self, model: Model, arguments: Mapping[str, Any]) -> int | None:
         """Tokens of reasoning at most: the budget, else what the effort comes to."""
         if self.reasoning_budget is not None:
             return self.reasoning_budget
-        return effort_budget(model, self.reasoning_effort, arguments)
+        return effort_budget(model, self.reasoning_effort, arguments, self.ignore)
 
 
 B = TypeVar("B", bound=Body)
 
 
-def drop_others(name: str, tools: Iterable[B | Other], where: str = "") -> dict[str, B]:
+Ignore = Callable[[str], None]  # takes the name of a parameter that the service ignores
+
+
+def drop_others(ignore: Ignore, name: str, tools: Iterable[B | Other], where: str = "") -> dict[str, B]:
     """The tools of types that can be offered, by their places; the others are named as ignored.
     ``name``: of the list; ``where``: its place, if that is another text."""
     for tool in tools:
@@ -477,6 +469,7 @@ def add_variables(
     effort: str | None,
     verbosity: Verbosity,
     tools: bool,
+    ignore: Ignore,
     name: str = "verbosity",
     effort_name: str = "reasoning_effort",
 ) -> dict[str, Any] | None:
@@ -528,7 +521,7 @@ _NONE = re.compile("""(['"])none\\1""")
 
 
 def effort_budget(
-    model: Model, effort: str | None, arguments: Mapping[str, Any], name: str = "reasoning_effort"
+    model: Model, effort: str | None, arguments: Mapping[str, Any], ignore: Ignore, name: str = "reasoning_effort"
 ) -> int | None:
     """Tokens of reasoning that an effort comes to; None, and named as ignored, where the answer has no place for them.
 
@@ -587,32 +580,12 @@ def count_thoughts(model: Model, message: Message) -> int:
     return len(model.tokenizer.encode(message.reasoning, False)) if message.reasoning else 0
 
 
-def head_of(kind: str, body: ChatRequest, service: Service, model: Model) -> dict[str, Any]:
-    return {**service.head("chatcmpl", kind, model, body.model), "service_tier": "default"}
-
-
 async def usage_of_chat(model: Model, result: ChatResult) -> dict[str, Any]:
     thoughts = await unless_long(
         [message.reasoning for message in result.messages],
         lambda: sum(count_thoughts(model, message) for message in result.messages),
     )
     return {**usage_of([result]), "completion_tokens_details": {"reasoning_tokens": thoughts}}
-
-
-def completion(
-    body: ChatRequest, service: Service, model: Model, result: ChatResult, usage: dict[str, Any]
-) -> dict[str, Any]:
-    choices = [
-        {
-            "index": index,
-            "message": message_of(message),
-            "logprobs": chat_logprobs(model, output.logprobs),
-            "finish_reason": message.finish_reason,
-        }
-        for index, (message, output) in enumerate(zip(result.messages, result.outputs, strict=True))
-    ]
-    head = head_of("chat.completion", body, service, model)
-    return {**head, "choices": choices, "usage": usage}
 
 
 def piece_of(delta: MessageDelta) -> dict[str, Any]:
@@ -633,56 +606,63 @@ def _call_piece(call: Any) -> dict[str, Any]:
     return {"index": call.index, "id": CALL_ID + call.id, "type": "function", "function": function}
 
 
-async def chunks(body: ChatRequest, service: Service, model: Model, handle: ChatHandle) -> AsyncIterator[str]:
-    """The answer's pieces as JSON: roles, deltas, reasons of the end, and the usage if the client wants it."""
-    head = head_of("chat.completion.chunk", body, service, model)
-    usage = StreamUsage(body.stream_options, [handle.prompt_tokens] * handle.outputs)
+class ChatTurn(OpenAITurn[ChatRequest, ChatHandle]):
+    """A conversation, and the messages that answer it."""
 
-    def chunk(index: int, delta: dict[str, Any], **rest: Any) -> str:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest}
-        return encode_json({**head, **usage.member(index), "choices": [choice]})
+    async def read(self) -> tuple[list[Any], dict[str, Any]]:
+        self.body.admit(self.call, self.service)
+        return await self.call.aside(lambda: ([conversation(self.body.messages)], self.body.arguments()))
 
-    for index in range(handle.outputs):
-        yield chunk(index, {"role": "assistant", "content": ""})
-    async for delta in handle.deltas_async():
-        usage.add(delta.index, len(delta.token_ids))
-        if (piece := piece_of(delta)) or delta.logprobs:
-            yield chunk(delta.index, piece, logprobs=chat_logprobs(model, delta.logprobs or None))
-    result = await handle
-    for index, message in enumerate(result.messages):
-        yield chunk(index, {}, finish_reason=message.finish_reason)
-    if usage.ends:
-        yield encode_json({**head, "choices": [], "usage": await usage_of_chat(model, result)})
-
-
-# ------------------------------------------------------------------------------------------------------------- routes
-
-
-async def open_chat(body: ChatRequest, held: AsyncExitStack, service: Service) -> tuple[Model, ChatHandle]:
-    """Submit the request; model and request are held until ``held`` is closed."""
-    body.admit(service)
-    messages, arguments = await aside(lambda: (conversation(body.messages), service.bound_sampling(body.arguments())))
-
-    def make(model: Model) -> "partial[ChatHandle]":
-        own: dict[str, Any] = {
-            "chat_template_kwargs": body.make_variables(model),
-            "reasoning_budget": body.make_budget(model, arguments),
+    def fit(self, prompt: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        own = {
+            "chat_template_kwargs": self.body.make_variables(self.model),
+            "reasoning_budget": self.body.make_budget(self.model, arguments),
         }
-        return partial(model.stream_chat, messages, **own, **arguments)
+        return prompt, {**own, **arguments}
 
-    return await service.submit(held, body.model, body.names, make)
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {**self.head("chatcmpl", kind), "service_tier": "default"}
+
+    async def make_whole(self, result: ChatResult) -> Response:
+        usage = await usage_of_chat(self.model, result)
+
+        def make() -> dict[str, Any]:
+            choices = [
+                {
+                    "index": index,
+                    "message": message_of(message),
+                    "logprobs": chat_logprobs(self.model, output.logprobs),
+                    "finish_reason": message.finish_reason,
+                }
+                for index, (message, output) in enumerate(zip(result.messages, result.outputs, strict=True))
+            ]
+            return {**self._head("chat.completion"), "choices": choices, "usage": usage}
+
+        return await make_answer(make, large=self.body.logprobs is True)
+
+    async def pieces(self) -> AsyncIterator[str]:
+        """Chunks: roles, deltas, reasons of the end, and the usage if the client wants it."""
+        handle, head = self.handle, self._head("chat.completion.chunk")
+        usage = StreamUsage(self.body.stream_options, [handle.prompt_tokens] * handle.outputs)
+
+        def chunk(index: int, delta: dict[str, Any], **rest: Any) -> str:
+            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **rest}
+            return encode_json({**head, **usage.member(index), "choices": [choice]})
+
+        for index in range(handle.outputs):
+            yield chunk(index, {"role": "assistant", "content": ""})
+        async for delta in handle.deltas_async():
+            usage.add(delta.index, len(delta.token_ids))
+            if (piece := piece_of(delta)) or delta.logprobs:
+                yield chunk(delta.index, piece, logprobs=chat_logprobs(self.model, delta.logprobs or None))
+        result = await handle
+        for index, message in enumerate(result.messages):
+            yield chunk(index, {}, finish_reason=message.finish_reason)
+        if usage.ends:
+            yield encode_json({**head, "choices": [], "usage": await usage_of_chat(self.model, result)})
 
 
 @router.post("/v1/chat/completions")
-async def chat_completions(
-    body: Annotated[ChatRequest, take_body(ChatRequest)], request: Request, service: Served
-) -> Response:
+async def chat_completions(body: Annotated[ChatRequest, take_body(ChatRequest)], request: Request) -> Response:
     """Answer a conversation. With ``stream`` the answer comes as server-sent events that end with ``[DONE]``."""
-    async with AsyncExitStack() as held:
-        model, handle = await open_chat(body, held, service)
-        if body.stream:
-            events = guard_chunks(chunks(body, service, model, handle))
-            return EventStream(events, held.pop_all(), service.config.heartbeat_s)
-        result = await unless_gone(request.receive, handle)
-        made = partial(completion, body, service, model, result, await usage_of_chat(model, result))
-        return await make_answer(made, large=body.logprobs is True)
+    return await ChatTurn(body, request).answer()

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from llmc.runtime.api.chat import MessageDelta, ToolCallDelta
+from llmc.runtime.server.dialects.tools import read_input
 from llmc.runtime.server.models.service import new_id, plain_id
-from llmc.runtime.server.openai.tools import read_input
 
 Event = dict[str, Any]
 Kind = tuple[str, int]
-# Of ids, by the kinds of items.
+# Prefixes of ids by kind of item.
 PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
 PREFIXES |= {"custom_tool_call": "ctc_", "custom_tool_call_output": "ctco_"}
 REASONING, MESSAGE = ("reasoning", 0), ("message", 0)

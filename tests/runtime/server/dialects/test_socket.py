@@ -22,11 +22,11 @@ from websockets.sync.client import ClientConnection, connect
 
 from llmc.runtime.observe.logs import fields_of
 from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.dialects import socket as sockets
+from llmc.runtime.server.dialects.socket import Sockets
 from llmc.runtime.server.http.guarded import MOST_FRAMES, Guarded, SocketProtocol, uvicorn_options
 from llmc.runtime.server.http.logs import RequestLog
 from llmc.runtime.server.http.streams import event
-from llmc.runtime.server.openai import socket as sockets
-from llmc.runtime.server.openai.socket import Sockets
 
 WAIT_S = 30.0  # for what happens at once, on a machine that does much else
 ROUTE = "/v1/responses"

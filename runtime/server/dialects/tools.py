@@ -8,18 +8,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, JsonValue, Tag
 
-from llmc.runtime.server.http.bodies import Body, Other, kind_among
-from llmc.runtime.server.http.errors import ApiError
-from llmc.runtime.server.http.ignored import ignore
-from llmc.runtime.server.openai.chat import (
+from llmc.runtime.server.dialects.openai_chat import (
     TOOL_NAME,
     Function,
+    Ignore,
     TextFormat,
     check_choice,
     drop_others,
     refuse_allowed,
     refuse_forced,
 )
+from llmc.runtime.server.http.bodies import Body, Other, kind_among
+from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.tools.calls import LONGEST_NAME
 
 Name = Annotated[str, Field(pattern=TOOL_NAME)]
@@ -143,11 +143,11 @@ class Offered:
     def is_custom(self) -> bool:
         return isinstance(self.tool, CustomTool)
 
-    def plain(self, forced: bool) -> dict[str, Any]:
+    def plain(self, forced: bool, ignore: Ignore) -> dict[str, Any]:
         """The function. ``forced``: a call must come. Raises ApiError: its input must fit a grammar in Lark."""
         function: dict[str, Any]
         if isinstance(self.tool, CustomTool):
-            function = {"name": self.name, **_function_of(self.tool, forced)}
+            function = {"name": self.name, **_function_of(self.tool, forced, ignore)}
         else:
             function = {**self.tool.plain()["function"], "name": self.name}
         about = [self.namespace.description if self.namespace and self.leads else None, function.get("description")]
@@ -164,7 +164,7 @@ def write_name(name: str, namespace: str | None) -> str:
     return f"{written[: LONGEST_NAME - 9]}_{hashlib.sha256(written.encode()).hexdigest()[:8]}"
 
 
-def _function_of(tool: CustomTool, forced: bool) -> dict[str, Any]:
+def _function_of(tool: CustomTool, forced: bool, ignore: Ignore) -> dict[str, Any]:
     """A function with the custom tool's input as its only argument."""
     text: dict[str, Any] = {"type": "string"}
     about = tool.description
@@ -186,6 +186,7 @@ class Toolbox:
     Args:
         lists: lists of tools by their places in the request.
         choice: of the request; it may allow some of the tools, or force one.
+        ignore: takes the names of those that are left out.
 
     Attributes:
         kept: tools of the request that are offered, as it gives them.
@@ -196,19 +197,40 @@ class Toolbox:
         ApiError: the choice forces a call of a tool that is not there, or that cannot be offered.
     """
 
-    def __init__(self, lists: Mapping[str, Sequence[Given]], choice: Any) -> None:
+    def __init__(self, lists: Mapping[str, Sequence[Given]], choice: Any, ignore: Ignore) -> None:
+        self._ignore = ignore
         self.kept = [tool for tools in lists.values() for tool in tools if not isinstance(tool, Other)]
-        found = [each for where, tools in lists.items() for each in _flatten(where, tools)]
+        found = [each for where, tools in lists.items() for each in self._flatten(where, tools)]
         if isinstance(choice, Other):
             raise refuse_forced(choice)
         if isinstance(choice, AllowedTools):
-            found = _pick_allowed(found, choice.tools)
+            found = self._pick_allowed(found, choice.tools)
             choice = choice.mode
         self.offered: dict[str, Offered] = {}
         for each in found:
             if self.offered.setdefault(each.name, each).tool != each.tool:
                 raise ApiError(400, f"tools holds {each.name!r} twice, expected every name once", param="tools")
         self.choice = check_choice(self._write_choice(choice), found)
+
+    def _flatten(self, where: str, tools: Sequence[Given]) -> Iterator[Offered]:
+        known: dict[str, FunctionTool | CustomTool | Namespace] = drop_others(self._ignore, "tools", tools, where)
+        for place, tool in known.items():
+            if isinstance(tool, Namespace):
+                inside: dict[str, FunctionTool | CustomTool] = drop_others(
+                    self._ignore, f"tools.{tool.name}", tool.tools, f"{place}.tools"
+                )
+                for number, (own, each) in enumerate(inside.items()):
+                    yield Offered(each, own, tool, leads=number == 0)
+            else:
+                yield Offered(tool, place)
+
+    def _pick_allowed(self, offered: Sequence[Offered], allowed: Sequence[NamedTool | Other]) -> list[Offered]:
+        names: set[str] = set()
+        for each in drop_others(self._ignore, "tool_choice.tools", allowed).values():
+            if not (found := _find_named(offered, each)):
+                raise refuse_allowed("tool_choice.tools", each.name)
+            names.update(one.name for one in found)
+        return [each for each in offered if each.name in names]
 
     def _write_choice(self, choice: str | NamedTool | None) -> str:
         if not isinstance(choice, NamedTool):
@@ -222,7 +244,10 @@ class Toolbox:
     def plain(self) -> list[dict[str, Any]] | None:
         """The functions that the model is offered. Raises ApiError: a call of one must fit what cannot be enforced."""
         forced = self.choice not in ("auto", "none")
-        return [each.plain(forced and self.choice in ("required", name)) for name, each in self.offered.items()] or None
+        return [
+            each.plain(forced and self.choice in ("required", name), self._ignore)
+            for name, each in self.offered.items()
+        ] or None
 
     @property
     def names(self) -> dict[str, str]:
@@ -240,19 +265,6 @@ class Toolbox:
         return {"type": kind, "name": each.tool.name, **own}
 
 
-def _flatten(where: str, tools: Sequence[Given]) -> Iterator[Offered]:
-    known: dict[str, FunctionTool | CustomTool | Namespace] = drop_others("tools", tools, where)
-    for place, tool in known.items():
-        if isinstance(tool, Namespace):
-            inside: dict[str, FunctionTool | CustomTool] = drop_others(
-                f"tools.{tool.name}", tool.tools, f"{place}.tools"
-            )
-            for number, (own, each) in enumerate(inside.items()):
-                yield Offered(each, own, tool, leads=number == 0)
-        else:
-            yield Offered(tool, place)
-
-
 def _find_named(offered: Sequence[Offered], named: NamedTool) -> list[Offered]:
     """The tools that a choice names: by the name that the model writes, else by the client's."""
     if named.type == "namespace":
@@ -260,15 +272,6 @@ def _find_named(offered: Sequence[Offered], named: NamedTool) -> list[Offered]:
     written = [each for each in offered if each.name == write_name(named.name, named.namespace)]
     inside = [each for each in offered if named.namespace is None and each.tool.name == named.name]
     return written or inside
-
-
-def _pick_allowed(offered: Sequence[Offered], allowed: Sequence[NamedTool | Other]) -> list[Offered]:
-    names: set[str] = set()
-    for each in drop_others("tool_choice.tools", allowed).values():
-        if not (found := _find_named(offered, each)):
-            raise refuse_allowed("tool_choice.tools", each.name)
-        names.update(one.name for one in found)
-    return [each for each in offered if each.name in names]
 
 
 def read_input(arguments: str) -> str:

@@ -8,30 +8,28 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from datetime import datetime, timezone
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, ValidationInfo, model_validator
 from starlette.responses import JSONResponse
 
-from llmc.runtime import Handle, Model
-from llmc.runtime.api.chat import ChatHandle, Message
+from llmc.bundle.model.kinds import allows
+from llmc.runtime.api.chat import Message
 from llmc.runtime.api.results import GenerationResult
-from llmc.runtime.server.http.accounts import check_admin
-from llmc.runtime.server.http.aside import LARGE, aside
-from llmc.runtime.server.http.bodies import ANY, Lenient, Sampled
+from llmc.runtime.server.dialects.completions import CompletionRequest
+from llmc.runtime.server.dialects.embeddings import EmbeddingRequest, Rows, compute_vectors
+from llmc.runtime.server.dialects.openai_chat import ChatRequest, ChatTurn, Effort, Function
+from llmc.runtime.server.http.bodies import ANY, Lenient, Sampled, ignore
+from llmc.runtime.server.http.call import LARGE, Call, Called, call_of
 from llmc.runtime.server.http.errors import OLLAMA_ERRORS, ApiError
-from llmc.runtime.server.http.ignored import ignore, rename_ignored
 from llmc.runtime.server.http.images import MOST_IMAGES
-from llmc.runtime.server.http.streams import EventStream, encode_json, guard_pieces, make_answer, unless_gone
+from llmc.runtime.server.http.streams import EventStream, encode_json, guard_pieces, make_answer
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Served, Service
-from llmc.runtime.server.openai.chat import ChatRequest, Effort, Function, open_chat
-from llmc.runtime.server.openai.completions import CompletionRequest
-from llmc.runtime.server.openai.embeddings import EmbeddingRequest, Rows, compute_vectors
+from llmc.runtime.server.turn import Turn
 
 router = APIRouter(tags=["Ollama"], responses=OLLAMA_ERRORS)
 # The version of Ollama whose routes these are: clients that want a newer one than this refuse to talk.
@@ -75,14 +73,14 @@ class Options(Sampled):
         if last == 0:
             given |= NO_PENALTIES
         elif last > 0:
-            ignore("repeat_last_n")
+            self.ignore("repeat_last_n")
         if given.get("max_tokens", 0) < 0:
             given["max_tokens"] = ANY
         # As llama.cpp does it: Mirostat replaces the cuts, and temperature 0 leaves it nothing to choose.
         steers = given.get("mirostat") and given.get("temperature") != 0
         for name in CUTS if steers else MIROSTAT:
             if given.pop(name, None):
-                ignore(name)
+                self.ignore(name)
         return given
 
 
@@ -94,17 +92,13 @@ class CalledFunction(Lenient):
     index: int | None = None
 
 
-class Call(Lenient):
+class ToolCall(Lenient):
     function: CalledFunction
-
-
-class OllamaFunction(Function):
-    model_config = ConfigDict(extra="ignore")
 
 
 class OllamaTool(Lenient):
     type: Literal["function"] = "function"
-    function: OllamaFunction
+    function: Function
 
 
 Images = Annotated[
@@ -117,13 +111,13 @@ class OllamaMessage(Lenient):
     content: str = ""
     thinking: str | None = None
     images: Images
-    tool_calls: list[Call] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
 
-class Asked(Lenient):
+class Common(Lenient):
     """The common part of chats and prompts."""
 
     model: str
@@ -146,12 +140,12 @@ class Asked(Lenient):
         return self.is_empty and "0" in str(self.keep_alive) and set(str(self.keep_alive)) <= ZERO
 
     @model_validator(mode="after")
-    def _name_keep_alive(self) -> "Asked":
+    def _name_keep_alive(self, info: ValidationInfo) -> "Common":
         if self.keep_alive is not None and not self.unloads:
-            ignore("keep_alive")
+            ignore(info, "keep_alive")
         return self
 
-    def chat(self, service: Service, messages: list[dict[str, Any]], **more: Any) -> ChatRequest:
+    def chat(self, call: Call, service: Service, messages: list[dict[str, Any]], **more: Any) -> "OllamaRequest":
         effort = "none" if self.think is False else self.think
         thinks = {"enable_thinking": True} if self.think is True else None
         return OllamaRequest.model_validate(
@@ -163,7 +157,8 @@ class Asked(Lenient):
                 "reasoning_effort": None if effort is True else effort,
                 "chat_template_kwargs": thinks,
                 **more,
-            }
+            },
+            context=call,
         )
 
 
@@ -173,7 +168,13 @@ class OllamaRequest(ChatRequest):
         return NAMES
 
 
-class OllamaChat(Asked):
+class OllamaCompletion(CompletionRequest):
+    @property
+    def names(self) -> dict[str, str]:
+        return NAMES
+
+
+class OllamaChat(Common):
     messages: Annotated[list[OllamaMessage], Field(default_factory=list)]
     tools: list[OllamaTool] | None = None
 
@@ -181,9 +182,9 @@ class OllamaChat(Asked):
     def is_empty(self) -> bool:
         return not self.messages
 
-    def request(self, service: Service) -> ChatRequest:
+    def request(self, call: Call, service: Service) -> OllamaRequest:
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools] if self.tools else None
-        return self.chat(service, conversation(self.messages), tools=tools)
+        return self.chat(call, service, conversation(self.messages), tools=tools)
 
     def member(self, content: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         """A piece of the answer."""
@@ -193,7 +194,7 @@ class OllamaChat(Asked):
         return {"message": {"role": "assistant", "content": content, **more}}
 
 
-class OllamaPrompt(Asked):
+class OllamaPrompt(Common):
     prompt: str = ""
     system: str = ""
     raw: Annotated[bool, Field(description="the prompt as it is, without the chat template")] = False
@@ -203,12 +204,17 @@ class OllamaPrompt(Asked):
     images: Images
 
     @property
+    def is_raw(self) -> bool:
+        """True if the prompt goes to the model without the chat template."""
+        return self.raw or bool(self.suffix)
+
+    @property
     def is_empty(self) -> bool:
         return not (self.prompt or self.suffix or self.images)
 
-    def request(self, service: Service) -> ChatRequest:
+    def request(self, call: Call, service: Service) -> OllamaRequest:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return self.chat(service, [*system, {"role": "user", "content": content_of(self.prompt, self.images)}])
+        return self.chat(call, service, [*system, {"role": "user", "content": content_of(self.prompt, self.images)}])
 
     def member(self, content: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         """A piece of the answer; no tools are given here, so nothing is called."""
@@ -258,7 +264,7 @@ def content_of(text: str, images: Sequence[str]) -> Any:
 # ------------------------------------------------------------------------------------------------------------- answer
 
 
-def head_of(body: Asked) -> dict[str, Any]:
+def head_of(body: Common) -> dict[str, Any]:
     now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
     return {"model": body.model, "created_at": now}
 
@@ -272,7 +278,7 @@ def calls_of(message: Message) -> list[dict[str, Any]]:
     return found
 
 
-def end_of(result: GenerationResult, reason: str) -> dict[str, Any]:
+def end_of(result: GenerationResult, message: Message) -> dict[str, Any]:
     """The members with which an answer ends; times are in nanoseconds."""
     times, usage = result.timings, result.usage
 
@@ -281,7 +287,7 @@ def end_of(result: GenerationResult, reason: str) -> dict[str, Any]:
 
     return {
         "done": True,
-        "done_reason": "length" if reason == "length" else "stop",
+        "done_reason": "length" if message.finish_reason == "length" else "stop",
         "total_duration": ns(times.queue_s + times.ttft_s + times.decode_s),
         "load_duration": ns(times.queue_s),
         "prompt_eval_count": usage.prompt_tokens,
@@ -291,25 +297,10 @@ def end_of(result: GenerationResult, reason: str) -> dict[str, Any]:
     }
 
 
-async def make_lines(body: OllamaChat | OllamaPrompt, handle: ChatHandle) -> AsyncIterator[dict[str, Any]]:
-    """An answer as it comes: text and thoughts, then the calls, and the end."""
-    async for delta in handle.deltas_async():
-        if delta.content or delta.reasoning:
-            yield {**head_of(body), **body.member(delta.content, delta.reasoning), "done": False}
-    result = await handle
-    if result.message.tool_calls:
-        yield {**head_of(body), **body.member(calls=calls_of(result.message)), "done": False}
-    yield {**head_of(body), **body.member(), **end_of(result, result.message.finish_reason)}
-
-
 class Lines(EventStream):
     """Lines of JSON; no heartbeats, which the format has no room for."""
 
     media_type = "application/x-ndjson"
-
-    def __init__(self, pieces: AsyncIterator[dict[str, Any]], held: AsyncExitStack) -> None:
-        guarded = guard_pieces(pieces, encode_line, lambda error: encode_line({"error": error.message}))
-        super().__init__(guarded, held, 0)
 
 
 def encode_line(value: dict[str, Any]) -> bytes:
@@ -317,82 +308,129 @@ def encode_line(value: dict[str, Any]) -> bytes:
     return encode_json(value).encode() + b"\n"
 
 
+class OllamaTurn(ChatTurn):
+    """A conversation, through the chat template.
+
+    ``asked`` is the body as the client sent it, ``body`` what it becomes in OpenAI's dialect.
+    """
+
+    def __init__(self, asked: OllamaChat | OllamaPrompt, body: Any, request: Request) -> None:
+        super().__init__(body, request)
+        self._asked = asked
+
+    async def submit(self, held: AsyncExitStack) -> None:
+        await super().submit(held)
+        self.call.rename_ignored(THINK)
+
+    @property
+    def streams(self) -> bool:
+        return self._asked.stream
+
+    async def texts(self) -> AsyncIterator[tuple[str, str]]:
+        """Pieces of text, each with one of thoughts."""
+        async for delta in self.handle.deltas_async():
+            yield delta.content, delta.reasoning
+
+    def message(self, result: Any) -> Message:
+        """The whole answer."""
+        message: Message = result.message
+        return message
+
+    def _line(self, *parts: Any) -> dict[str, Any]:
+        return {**head_of(self._asked), **self._asked.member(*parts), "done": False}
+
+    async def make_whole(self, result: GenerationResult) -> Response:
+        message = self.message(result)
+        line = self._line(message.content, message.reasoning or "", calls_of(message))
+        return JSONResponse({**line, **end_of(result, message)})
+
+    def stream(self, held: AsyncExitStack) -> Response:
+        return Lines(self.events(), held, heartbeat_s=0)
+
+    def events(self) -> AsyncIterator[bytes]:
+        return guard_pieces(self._lines(), encode_line, lambda error: encode_line({"error": error.message}))
+
+    async def _lines(self) -> AsyncIterator[dict[str, Any]]:
+        """An answer as it comes: text and thoughts, then the calls, and the end."""
+        async for text, thoughts in self.texts():
+            if text or thoughts:
+                yield self._line(text, thoughts)
+        result = await self.handle
+        message = self.message(result)
+        if message.tool_calls:
+            yield self._line("", "", calls_of(message))
+        yield {**self._line(), **end_of(result, message)}
+
+
+class OllamaPromptTurn(OllamaTurn):
+    """A raw prompt, or the gap between ``prompt`` and ``suffix``."""
+
+    RAW = True
+    fit = Turn.fit
+
+    async def read(self) -> tuple[list[Any], dict[str, Any]]:
+        body: Any = self.body
+        return [body.prompt], body.arguments()
+
+    async def texts(self) -> AsyncIterator[tuple[str, str]]:
+        async for delta in self.handle.events_async():
+            yield delta.text, ""
+
+    def message(self, result: Any) -> Message:
+        return Message(result.text, finish_reason="length" if result.finish_reason == "length" else "stop")
+
+
 # ------------------------------------------------------------------------------------------------------------- routes
 
 
 @router.post("/api/chat")
-async def chat(body: Annotated[OllamaChat, take_body(OllamaChat)], request: Request, service: Served) -> Response:
+async def chat(body: Annotated[OllamaChat, take_body(OllamaChat)], request: Request) -> Response:
     """Answer a conversation, in lines of JSON unless ``stream`` is false. Without messages the model is loaded, or
     unloaded where ``keep_alive`` is 0."""
-    return await (load_or_unload(body, service) if body.is_empty else answer_chat(body, request, service))
+    return await answer(body, request)
 
 
 @router.post("/api/generate")
-async def generate(
-    body: Annotated[OllamaPrompt, take_body(OllamaPrompt)], request: Request, service: Served
-) -> Response:
+async def generate(body: Annotated[OllamaPrompt, take_body(OllamaPrompt)], request: Request) -> Response:
     """Answer a prompt, through the chat template unless it is raw, in lines of JSON unless ``stream`` is false. Without
     a prompt the model is loaded, or unloaded where ``keep_alive`` is 0."""
+    return await (complete if body.is_raw and not body.is_empty else answer)(body, request)
+
+
+async def answer(body: OllamaChat | OllamaPrompt, request: Request) -> Response:
+    """Answer through the chat template, or load or unload the model."""
+    call, service = call_of(request.scope), request.app.state.service
     if body.is_empty:
-        return await load_or_unload(body, service)
-    return await (complete if body.raw or body.suffix else answer_chat)(body, request, service)
+        return await load_or_unload(body, call, service)
+    return await OllamaTurn(body, await call.aside(lambda: body.request(call, service)), request).answer()
 
 
-async def answer_chat(body: OllamaChat | OllamaPrompt, request: Request, service: Service) -> Response:
-    """Answer through the chat template."""
-    async with AsyncExitStack() as held:
-        asked = await aside(lambda: body.request(service))
-        _, handle = await open_chat(asked, held, service)
-        rename_ignored(THINK)
-        if body.stream:
-            return Lines(make_lines(body, handle), held.pop_all())
-        result = await unless_gone(request.receive, handle)
-        message = result.message
-        member = body.member(message.content, message.reasoning or "", calls_of(message))
-        return JSONResponse({**head_of(body), **member, **end_of(result, message.finish_reason)})
-
-
-async def load_or_unload(body: OllamaChat | OllamaPrompt, service: Service) -> Response:
+async def load_or_unload(body: OllamaChat | OllamaPrompt, call: Call, service: Service) -> Response:
     """Load the model, or unload it where ``keep_alive`` is 0.
     Raises ApiError: 403, there are keys, and the client's is no admin's."""
-    name = parse_model_name(service, body.model)
+    name = service.find(call.client, parse_model_name(service, body.model))
     if body.unloads:
-        base = service.name(service.pool.base(service.name(name)))
-        check_admin()
-        await service.pool.unload(base)
+        base = service.find(call.client, service.pool.base(name))
+        call.client.check_admin()
+        await service.pool.place(base).unload()
     else:
-        async with service.model(name):
+        call.note(model=name)
+        async with service.pool.lease(name):
             pass
     reason = "unload" if body.unloads else "load"
     return JSONResponse({**head_of(body), **body.member(), "done": True, "done_reason": reason})
 
 
-async def complete(body: OllamaPrompt, request: Request, service: Service) -> Response:
+async def complete(body: OllamaPrompt, request: Request) -> Response:
     """Answer a raw prompt, or fill in between ``prompt`` and ``suffix``."""
     why = "raw, which leaves" if body.raw else "suffix, which leaves"
     for name in ("system", "format", "think", "images"):
         if getattr(body, name):
             raise ApiError(400, f"{name} is given beside {why} the template out; leave {name} out")
-    gap = {"prompt": body.prompt, "suffix": body.suffix}
-    asked = CompletionRequest.model_validate({**gap, "max_tokens": ANY, **body.options.plain()})
-    arguments = service.bound_sampling(asked.arguments(), raw=True)
-
-    def make(model: Model) -> "partial[Handle]":
-        return partial(model.stream, body.prompt, **arguments)
-
-    async def lines(handle: Handle) -> AsyncIterator[dict[str, Any]]:
-        async for delta in handle.events_async():
-            if delta.text:
-                yield {**head_of(body), **body.member(delta.text), "done": False}
-        result = await handle
-        yield {**head_of(body), **body.member(), **end_of(result, result.finish_reason)}
-
-    async with AsyncExitStack() as held:
-        _, handle = await service.submit(held, parse_model_name(service, body.model), NAMES, make)
-        if body.stream:
-            return Lines(lines(handle), held.pop_all())
-        result = await unless_gone(request.receive, handle)
-        return JSONResponse({**head_of(body), **body.member(result.text), **end_of(result, result.finish_reason)})
+    model = parse_model_name(request.app.state.service, body.model)
+    given = {"model": model, "prompt": body.prompt, "suffix": body.suffix, "max_tokens": ANY, **body.options.plain()}
+    asked = OllamaCompletion.model_validate(given, context=call_of(request.scope))
+    return await OllamaPromptTurn(body, asked, request).answer()
 
 
 class OllamaEmbed(Lenient):
@@ -412,10 +450,10 @@ class OllamaEmbedding(Lenient):
 
 
 @router.post("/api/embed")
-async def embed(body: Annotated[OllamaEmbed, take_body(OllamaEmbed)], request: Request, service: Served) -> Response:
+async def embed(body: Annotated[OllamaEmbed, take_body(OllamaEmbed)], request: Request) -> Response:
     """Vectors of texts."""
     began = time.perf_counter_ns()
-    rows, vectors = await _embed(body, request, service)
+    rows, vectors = await _embed(body, request)
     times = {"total_duration": time.perf_counter_ns() - began, "load_duration": 0}
 
     def made() -> dict[str, Any]:
@@ -425,23 +463,22 @@ async def embed(body: Annotated[OllamaEmbed, take_body(OllamaEmbed)], request: R
 
 
 @router.post("/api/embeddings")
-async def embeddings(
-    body: Annotated[OllamaEmbedding, take_body(OllamaEmbedding)], request: Request, service: Served
-) -> Response:
+async def embeddings(body: Annotated[OllamaEmbedding, take_body(OllamaEmbedding)], request: Request) -> Response:
     """The vector of a text, in the older form."""
-    _, vectors = await _embed(OllamaEmbed(model=body.model, input=body.prompt), request, service)
+    _, vectors = await _embed(OllamaEmbed(model=body.model, input=body.prompt), request)
     return JSONResponse({"embedding": [value for vector in vectors.tolist() for value in vector]})
 
 
-async def _embed(body: OllamaEmbed, request: Request, service: Service) -> tuple[Rows, NDArray[np.float32]]:
+async def _embed(body: OllamaEmbed, request: Request) -> tuple[Rows, NDArray[np.float32]]:
     """Tokens and vectors of texts; without any the model is loaded."""
+    service: Service = request.app.state.service
     name = parse_model_name(service, body.model)
     if not body.input:
-        service.check_work(name, "embeddings")
-        async with service.model(name):
+        async with service.pool.lease(service.find_for(call_of(request.scope), name, "embeddings")):
             return [], np.empty((0, 0), np.float32)
     asked = EmbeddingRequest(model=name, input=body.input, truncate=body.truncate, dimensions=body.dimensions)
-    return await compute_vectors(asked, request, service)
+    _, rows, vectors = await compute_vectors(asked, request)
+    return rows, vectors
 
 
 @router.post("/api/pull")
@@ -478,16 +515,16 @@ def card(service: Service, name: str) -> dict[str, Any]:
 
 
 @router.get("/api/tags")
-async def tags(service: Served) -> dict[str, Any]:
+async def tags(call: Called, service: Served) -> dict[str, Any]:
     """The models that are served to this client."""
-    return {"models": [card(service, name) for name in service.names]}
+    return {"models": [card(service, name) for name in service.names(call.client)]}
 
 
 @router.get("/api/ps")
-async def running(service: Served) -> dict[str, Any]:
-    """Those of them that are loaded."""
+async def running(call: Called, service: Served) -> dict[str, Any]:
+    """The loaded models that are served to this client."""
     loaded = service.pool.models()
-    return {"models": [card(service, name) for name in service.names if service.pool.base(name) in loaded]}
+    return {"models": [card(service, name) for name in service.names(call.client) if service.pool.base(name) in loaded]}
 
 
 @router.get("/api/version")
@@ -502,15 +539,15 @@ class Named(Lenient):
 
 
 @router.post("/api/show")
-async def show(body: Annotated[Named, take_body(Named)], service: Served) -> dict[str, Any]:
+async def show(body: Annotated[Named, take_body(Named)], call: Called, service: Served) -> dict[str, Any]:
     """The facts of a model, and its abilities."""
     if not (name := body.model or body.name):
         raise ApiError(400, "model is missing; give it", param="model")
-    name = service.name(parse_model_name(service, name))
+    name = service.find(call.client, parse_model_name(service, name))
     manifest = service.pool.manifest(name)
     geometry = manifest.geometry
     encoder, family = geometry.encoder, geometry.model_type
-    calls = service.pool.has_template(name) and geometry.diffusion is None
+    calls = service.pool.has_template(name) and allows(geometry, "tools")
     able = ["embedding"] if encoder else ["completion", *["tools"] * calls]
     return {
         **{key: value for key, value in card(service, name).items() if key in ("details", "modified_at")},

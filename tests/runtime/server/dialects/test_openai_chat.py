@@ -15,9 +15,9 @@ from doubles.speaking import speak
 
 from llmc.runtime import Model
 from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.dialects.openai_chat import EFFORTS, add_variables
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.guarded import Guarded
-from llmc.runtime.server.openai.chat import EFFORTS, add_variables
 from llmc.runtime.text.chat_template import ChatTemplate
 
 MESSAGES: Any = [{"role": "user", "content": "Write a function."}]
@@ -354,13 +354,12 @@ PICKY = NAMED_EFFORT + "{% if reasoning_effort not in ('none', 'high') %}{{ rais
     ],
 )
 def test_effort_is_a_hint_that_a_template_follows_or_not(
-    monkeypatch: pytest.MonkeyPatch, template: str, effort: str, variables: dict[str, Any] | None, ignored: bool
+    template: str, effort: str, variables: dict[str, Any] | None, ignored: bool
 ):
     named: list[str] = []
-    monkeypatch.setattr("llmc.runtime.server.openai.chat.ignore", named.append)
     model: Any = SimpleNamespace(chat_template=ChatTemplate({"default": template}, {}))
     model.reasoning_variables = partial(Model.reasoning_variables, model)
-    assert add_variables(model, {}, effort, None, False, effort_name="effort") == variables
+    assert add_variables(model, {}, effort, None, False, named.append, effort_name="effort") == variables
     assert named == ["effort"] * ignored
 
 
@@ -368,7 +367,7 @@ def test_a_given_effort_and_another_one_contradict():
     model: Any = SimpleNamespace(chat_template=ChatTemplate({"default": NAMED_EFFORT}, {}))
     model.reasoning_variables = partial(Model.reasoning_variables, model)
     with pytest.raises(ApiError, match="contradicts reasoning_effort"):
-        add_variables(model, {"reasoning_effort": "high"}, "low", None, False)
+        add_variables(model, {"reasoning_effort": "high"}, "low", None, False, pytest.fail)
 
 
 @pytest.mark.parametrize("given", [{"num_beams": 2}, {"continue_final_message": True}])

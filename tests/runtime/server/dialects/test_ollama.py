@@ -10,9 +10,9 @@ from doubles.serving import retold, serving
 from llmc.runtime import SamplingParams
 from llmc.runtime.api.chat import Message, ToolCall
 from llmc.runtime.server.config import ServerConfig
+from llmc.runtime.server.dialects.ollama import Options, calls_of
 from llmc.runtime.server.http.bodies import SPOKEN
 from llmc.runtime.server.http.guarded import Guarded
-from llmc.runtime.server.ollama import Options, calls_of
 
 ANN, ROOT = "sk-ann-0123456789", "sk-root-0123456789"
 

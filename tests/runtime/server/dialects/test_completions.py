@@ -13,8 +13,8 @@ from doubles.serving import retold, serving
 
 from llmc.runtime import Model
 from llmc.runtime.server.config import ServerConfig
-from llmc.runtime.server.openai import completions
-from llmc.runtime.server.openai.logprobs import text_offsets
+from llmc.runtime.server.dialects import completions
+from llmc.runtime.server.dialects.openai import text_offsets
 
 GREEDY: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0}
 
@@ -174,9 +174,9 @@ def test_log_probabilities_of_prompts_are_bounded(http: httpx.Client, monkeypatc
     body = {"prompt": ["a b c", "a b c"], "max_tokens": 1, "echo": True, "logprobs": 4}
     whole = http.post("/v1/completions", json=body).json()
     entries = 5 * (whole["usage"]["prompt_tokens"])
-    monkeypatch.setattr("llmc.runtime.server.openai.completions.MOST_ENTRIES", entries)
+    monkeypatch.setattr("llmc.runtime.server.dialects.completions.MOST_ENTRIES", entries)
     assert http.post("/v1/completions", json=body).json()["choices"] == whole["choices"]
-    monkeypatch.setattr("llmc.runtime.server.openai.completions.MOST_ENTRIES", entries - 1)
+    monkeypatch.setattr("llmc.runtime.server.dialects.completions.MOST_ENTRIES", entries - 1)
     error = http.post("/v1/completions", json=body).json()["error"]
     assert error["param"] == "prompt" and f"{entries - 1} at most" in error["message"]
 
@@ -184,13 +184,13 @@ def test_log_probabilities_of_prompts_are_bounded(http: httpx.Client, monkeypatc
 def test_the_log_probabilities_of_an_echo_are_written_beside_the_event_loop(client, monkeypatch):
     """There may be millions of them, and everybody waits for the loop."""
     threads = []
-    original = completions.choices_of
+    original = completions.CompletionTurn.choices
 
-    def choices_of(*given: Any) -> Any:
+    def choices(*given: Any) -> Any:
         threads.append(threading.current_thread().name)
         return original(*given)
 
-    monkeypatch.setattr(completions, "choices_of", choices_of)
+    monkeypatch.setattr(completions.CompletionTurn, "choices", choices)
     list(client.completions.create(prompt="def add(a, b):", logprobs=2, echo=True, stream=True, **GREEDY))
     assert threads and all("AnyIO worker" in name for name in threads), threads
 

@@ -258,7 +258,7 @@ def test_what_was_used_longest_ago_makes_room_and_conversations_stay_whole():
 
 def test_what_is_kept_is_read_as_it_was_sent_without_being_parsed(http: httpx.Client, monkeypatch: pytest.MonkeyPatch):
     sent = http.post("/v1/responses", json={"input": "a", "max_output_tokens": 4, "top_logprobs": 2})
-    monkeypatch.setattr("llmc.runtime.server.openai.responses.read", lambda kept: pytest.fail("it was parsed"))
+    monkeypatch.setattr("llmc.runtime.server.dialects.responses.read", lambda kept: pytest.fail("it was parsed"))
     assert http.get(f"/v1/responses/{sent.json()['id']}").content == sent.content
 
 

@@ -9,9 +9,10 @@ import pytest
 from openai.types.responses import Response, ResponseInputItemParam, ResponseStreamEvent, ToolParam
 from pydantic import TypeAdapter
 
+from llmc.runtime.server.dialects.responses import ResponseRequest
+from llmc.runtime.server.dialects.tools import Toolbox, read_input, write_name
+from llmc.runtime.server.http.call import Call
 from llmc.runtime.server.http.errors import ApiError
-from llmc.runtime.server.openai.responses import ResponseRequest
-from llmc.runtime.server.openai.tools import Toolbox, read_input, write_name
 
 GREEDY: dict[str, Any] = {"model": "able", "input": "Write a function.", "max_output_tokens": 100, "temperature": 0}
 CHAT: dict[str, Any] = {
@@ -45,21 +46,13 @@ FORCED_CLOSE = {"tools": [AGENTS, function("add")], "tool_choice": {"type": "fun
 FORCED_CODE = {"tools": [CODE, function("add")], "tool_choice": {"type": "custom", "name": "code"}}
 
 
-def box(*tools: dict[str, Any], choice: Any = None) -> Toolbox:
-    return ResponseRequest.model_validate({"input": "a", "tools": list(tools), "tool_choice": choice}).toolbox
+def box(*tools: dict[str, Any], choice: Any = None, call: Call | None = None) -> Toolbox:
+    body = {"input": "a", "tools": list(tools), "tool_choice": choice}
+    return ResponseRequest.model_validate(body, context=call).toolbox
 
 
 def functions(found: Toolbox) -> list[dict[str, Any]]:
     return [each["function"] for each in found.plain() or ()]
-
-
-@pytest.fixture
-def ignored(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names that the service ignored."""
-    names: list[str] = []
-    for place in ("http.bodies", "openai.chat", "openai.tools", "openai.responses"):
-        monkeypatch.setattr(f"llmc.runtime.server.{place}.ignore", names.append)
-    return names
 
 
 # --------------------------------------------------------------------------------------------------- what is offered
@@ -187,11 +180,12 @@ def test_a_promise_that_cannot_be_kept_is_refused(tools: list[Any], choice: Any,
     assert (refused.value.status, refused.value.param) == (400, param)
 
 
-def test_a_custom_tool_is_a_function_of_a_text_that_fits_its_format(ignored: list[str]):
-    told, code, patch = functions(box(LARK, CODE, {**PATCH, "name": "patch"}))
+def test_a_custom_tool_is_a_function_of_a_text_that_fits_its_format():
+    call = Call()
+    told, code, patch = functions(box(LARK, CODE, {**PATCH, "name": "patch"}, call=call))
     assert told["parameters"]["properties"] == {"input": {"type": "string"}} and 'start: "x"' in told["description"]
     assert code["parameters"]["properties"] == {"input": {"type": "string", "pattern": "^(?:[0-9]{3})$"}}
-    assert patch["description"] == "Change files." and ignored == ["tools.apply_patch.format"]
+    assert patch["description"] == "Change files." and list(call.ignored) == ["tools.apply_patch.format"]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llmc.errors import format_value
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.arrival import check_json
-from llmc.runtime.server.http.aside import LARGE, apart
+from llmc.runtime.server.http.call import LARGE, apart
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.guarded import ANSWERED_BY, GOING_DOWN, OFFER, SOCKET
 from llmc.runtime.server.http.streams import encode_json, in_pieces

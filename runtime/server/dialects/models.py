@@ -4,6 +4,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from llmc.runtime.server.http.call import Called
 from llmc.runtime.server.models.service import Served, Service
 
 router = APIRouter(tags=["Models"])
@@ -33,12 +34,12 @@ def card(service: Service, name: str) -> dict[str, Any]:
 
 
 @router.get("/v1/models")
-async def models(service: Served) -> dict[str, Any]:
+async def models(call: Called, service: Served) -> dict[str, Any]:
     """The models that are served to this client; the first of all answers requests that name none."""
-    return {"object": "list", "data": [card(service, name) for name in service.names]}
+    return {"object": "list", "data": [card(service, name) for name in service.names(call.client)]}
 
 
 @router.get("/v1/models/{name}")
-async def model(name: str, service: Served) -> dict[str, Any]:
+async def model(name: str, call: Called, service: Served) -> dict[str, Any]:
     """One model."""
-    return card(service, service.name(name))
+    return card(service, service.find(call.client, name))

@@ -14,7 +14,7 @@ from anthropic.types.beta import (
 )
 from anthropic.types.beta.message_create_params import MessageCreateParamsBase
 
-from llmc.runtime.server.anthropic.messages import FOREIGN, MessageRequest
+from llmc.runtime.server.dialects.anthropic import FOREIGN, MessageRequest
 from llmc.runtime.text.chat_template import ChatTemplate
 
 USER: dict[str, Any] = {"role": "user", "content": "Write a function."}

@@ -4,13 +4,13 @@ import json
 import re
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Header, Request, Response
-from pydantic import BeforeValidator, Field, JsonValue, Tag, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, Tag, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
@@ -18,16 +18,7 @@ from starlette.responses import JSONResponse
 from llmc.errors import ContextError, RequestError
 from llmc.runtime import Model
 from llmc.runtime.api.chat import ChatHandle, ChatResult, Message, MessageDelta, ToolCall
-from llmc.runtime.server.http.aside import aside
-from llmc.runtime.server.http.bodies import Body, Lenient, Logged, Other, Sampled, ToolFormat, kind_among
-from llmc.runtime.server.http.errors import ANTHROPIC_ERRORS, ApiError, rename_place
-from llmc.runtime.server.http.ignored import ignore
-from llmc.runtime.server.http.images import decode_base64, make_content
-from llmc.runtime.server.http.logs import note
-from llmc.runtime.server.http.streams import EventStream, event, guard_pieces, unless_gone
-from llmc.runtime.server.http.validation import take_body
-from llmc.runtime.server.models.service import Served, Service, new_id, plain_id
-from llmc.runtime.server.openai.chat import (
+from llmc.runtime.server.dialects.openai_chat import (
     Function,
     add_variables,
     check_choice,
@@ -36,6 +27,14 @@ from llmc.runtime.server.openai.chat import (
     effort_budget,
     refuse_forced,
 )
+from llmc.runtime.server.http.bodies import Asked, Body, Lenient, Logged, Other, Sampled, ToolFormat, ignore, kind_among
+from llmc.runtime.server.http.call import Called
+from llmc.runtime.server.http.errors import ANTHROPIC_ERRORS, ApiError, rename_place
+from llmc.runtime.server.http.images import decode_base64, make_content
+from llmc.runtime.server.http.streams import EventStream, event, guard_pieces
+from llmc.runtime.server.http.validation import take_body
+from llmc.runtime.server.models.service import Served, new_id, plain_id
+from llmc.runtime.server.turn import Turn
 from llmc.runtime.text.chat_template import ChatTemplate
 
 # This dialect's names of llmc's parameters.
@@ -78,7 +77,7 @@ EFFORT = "output_config.effort"
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
-def _leave_out_foreign(blocks: Any) -> Any:
+def _leave_out_foreign(blocks: Any, info: ValidationInfo) -> Any:
     """Leave out and name the blocks that are for Anthropic's servers."""
     if not isinstance(blocks, list):
         return blocks
@@ -88,7 +87,7 @@ def _leave_out_foreign(blocks: Any) -> Any:
         source = block.get("source") if kind == "document" else None
         is_file = isinstance(source, Mapping) and source.get("type") in FILES
         if is_file or (isinstance(kind, str) and FOREIGN.fullmatch(kind)):
-            ignore(f"messages.content.{kind}")
+            ignore(info, f"messages.content.{kind}")
         else:
             kept.append(block)
     return kept
@@ -347,7 +346,7 @@ class Metadata(Lenient):
     user_id: Logged = None
 
 
-class Prompted(Body):
+class Prompted(Asked):
     """The members that make the prompt."""
 
     IGNORED = (
@@ -378,7 +377,7 @@ class Prompted(Body):
     @cached_property
     def tools_offered(self) -> dict[str, Tool]:
         """The tools that the model is offered, by their places."""
-        return drop_others("tools", self.tools or ())
+        return drop_others(self.ignore, "tools", self.tools or ())
 
     @property
     def is_prefilled(self) -> bool:
@@ -408,7 +407,7 @@ class Prompted(Body):
         """The ``turns`` of :meth:`plain`, without system messages in the middle where the template shows none there."""
         if all(turn["role"] != "system" for turn in turns[1:]) or shows_late_system(template):
             return turns
-        ignore("messages.role.system")
+        self.ignore("messages.role.system")
         return self.plain(late_system=False)
 
     def make_arguments(self, model: Model) -> dict[str, Any]:
@@ -427,7 +426,8 @@ class Prompted(Body):
             variables["enable_thinking"] = thinks
         if self.effort and thinks and "reasoning_effort" in known:
             tools = bool(self.tools_offered)
-            return add_variables(model, variables, EFFORTS[self.effort], None, tools, effort_name=EFFORT)
+            effort = EFFORTS[self.effort]
+            return add_variables(model, variables, effort, None, tools, self.ignore, effort_name=EFFORT)
         return variables or None
 
     @property
@@ -486,7 +486,7 @@ class MessageRequest(Sampled, Prompted):
         choice = self.tool_choice
         parallel = choice is None or not choice.disable_parallel_tool_use
         if not parallel and not self.tools_offered:
-            ignore("tool_choice.disable_parallel_tool_use")
+            self.ignore("tool_choice.disable_parallel_tool_use")
         return {
             **self.sampling(
                 max_tokens=self.max_tokens,
@@ -496,7 +496,7 @@ class MessageRequest(Sampled, Prompted):
             "tool_choice": self._tool_choice(),
             "tool_format": self.tool_format,
             "parallel_tool_calls": parallel,
-            "ignored": lambda place: ignore(rename_place(place, self.names)),
+            "ignored": lambda place: self.ignore(rename_place(place, self.names)),
         }
 
     def _tool_choice(self) -> str:
@@ -522,18 +522,18 @@ class MessageRequest(Sampled, Prompted):
         Raises ApiError: they are more than the whole answer, or would come before an answer that has begun."""
         kind, tools = self.thinking.type if self.thinking else None, bool(self.tools_offered)
         if kind == "between_tools":
-            ignore("thinking.type")
+            self.ignore("thinking.type")
         if not model.can_reason(tools):
             if kind not in (None, "disabled"):
-                ignore("thinking")
+                self.ignore("thinking")
             if self.effort and "reasoning_effort" not in model.chat_template.variables(tools):
-                ignore(EFFORT)
+                self.ignore(EFFORT)
             return None
         if isinstance(self.thinking, ThinkingOn):
             return self._check_budget(self.thinking.budget_tokens)
         if kind == "disabled":
             return None if self.is_prefilled or "enable_thinking" in model.chat_template.variables(tools) else 0
-        return effort_budget(model, self.effort, arguments, EFFORT)
+        return effort_budget(model, self.effort, arguments, self.ignore, EFFORT)
 
     def _check_budget(self, budget: int) -> int:
         if budget >= self.max_tokens:
@@ -619,18 +619,6 @@ def call_block(call: str | None, name: str | None, given: dict[str, Any]) -> dic
     return {"type": "tool_use", "id": f"toolu_{plain_id(call or '')}", "name": name, "input": given, "caller": caller}
 
 
-def head_of(body: MessageRequest, service: Service, usage: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "id": new_id("msg_"),
-        "type": "message",
-        "role": "assistant",
-        "model": service.echo_name(body.model),
-        "content": [],
-        **NO_ENDING,
-        "usage": {**usage, "cache_creation": None, "inference_geo": None, "service_tier": "standard"},
-    }
-
-
 class Blocks:
     """The blocks of a streamed answer: which is open, and the events that open, fill and close them."""
 
@@ -669,83 +657,89 @@ class Blocks:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
 
-async def events_of(
-    body: MessageRequest, service: Service, model: Model, handle: ChatHandle
-) -> AsyncIterator[dict[str, Any]]:
-    """The events of a streamed answer; the usage of the last but one is the whole request's."""
-    counts = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0}
-    before = {**counts, "output_tokens_details": None, "server_tool_use": None}
-    head = head_of(body, service, {"input_tokens": handle.prompt_tokens, **before})
-    yield {"type": "message_start", "message": head}
-    blocks = Blocks(omits_thoughts=body.omits_thoughts)
-    async for delta in handle.deltas_async():
-        for found in blocks.events(delta):
+class MessageTurn(Turn[MessageRequest, ChatHandle]):
+    """A conversation, and the message that answers it."""
+
+    async def read(self) -> tuple[list[Any], dict[str, Any]]:
+        self.call.note(user=self.body.metadata and self.body.metadata.user_id)
+        return await self.call.aside(lambda: ([self.body.plain()], self.body.arguments()))
+
+    def fit(self, prompt: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        given = arguments | self.body.make_arguments(self.model)
+        budget = self.body.budget(self.model, given)
+        return self.body.fit(prompt, self.model.chat_template), {"reasoning_budget": budget, **given}
+
+    def start(self, prompt: Any, arguments: dict[str, Any]) -> ChatHandle:
+        """Submit the messages; where the context has less room than ``max_tokens``, for as many tokens as fit."""
+        try:
+            return self.model.stream_chat(prompt, **arguments)
+        except ContextError:
+            names = ("tools", "tool_format", "chat_template_kwargs", "continue_final_message", "parse_special")
+            shown = {name: arguments[name] for name in names if name in arguments}
+            room = self.model.max_context - len(self.model.chat_tokens(prompt, **shown))
+            if not 0 < room < arguments["max_tokens"]:
+                raise
+            return self.model.stream_chat(prompt, **{**arguments, "max_tokens": room})
+
+    def _head(self, usage: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": new_id("msg_"),
+            "type": "message",
+            "role": "assistant",
+            "model": self.name,
+            "content": [],
+            **NO_ENDING,
+            "usage": {**usage, "cache_creation": None, "inference_geo": None, "service_tier": "standard"},
+        }
+
+    async def make_whole(self, result: ChatResult) -> Response:
+        usage = await run_in_threadpool(usage_of, self.model, result)
+        content = blocks_of(result.message, omits_thoughts=self.body.omits_thoughts)
+        return JSONResponse({**self._head(usage), "content": content, **find_ending(self.body, result)})
+
+    async def pieces(self) -> AsyncIterator[dict[str, Any]]:
+        """The events of a streamed answer; the usage of the last but one is the whole request's."""
+        counts = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0}
+        before = {**counts, "output_tokens_details": None, "server_tool_use": None}
+        yield {"type": "message_start", "message": self._head({"input_tokens": self.handle.prompt_tokens, **before})}
+        blocks = Blocks(omits_thoughts=self.body.omits_thoughts)
+        async for delta in self.handle.deltas_async():
+            for found in blocks.events(delta):
+                yield found
+        for found in blocks.close():
             yield found
-    for found in blocks.close():
-        yield found
-    result = await handle
-    usage = await run_in_threadpool(usage_of, model, result)
-    yield {"type": "message_delta", "delta": find_ending(body, result), "usage": usage}
-    yield {"type": "message_stop"}
+        result = await self.handle
+        usage = await run_in_threadpool(usage_of, self.model, result)
+        yield {"type": "message_delta", "delta": find_ending(self.body, result), "usage": usage}
+        yield {"type": "message_stop"}
+
+    def stream(self, held: AsyncExitStack) -> Response:
+        return EventStream(self.events(), held, self.service.config.heartbeat_s, heartbeat=PING)
+
+    def events(self) -> AsyncIterator[bytes]:
+        request_id = self.request.scope["state"].get("request_id")
+        return guard_pieces(
+            self.pieces(),
+            lambda piece: event(piece, piece["type"]),
+            lambda error: event(error.anthropic_body(request_id), "error"),
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------- routes
 
 
-def _submit(model: Model, messages: list[dict[str, Any]], **arguments: Any) -> ChatHandle:
-    try:
-        return model.stream_chat(messages, **arguments)
-    except ContextError:
-        names = ("tools", "tool_format", "chat_template_kwargs", "continue_final_message", "parse_special")
-        shown = {name: arguments[name] for name in names if name in arguments}
-        room = model.max_context - len(model.chat_tokens(messages, **shown))
-        if not 0 < room < arguments["max_tokens"]:
-            raise
-        return model.stream_chat(messages, **{**arguments, "max_tokens": room})
-
-
-async def _submit_chat(body: MessageRequest, held: AsyncExitStack, service: Service) -> tuple[Model, ChatHandle]:
-    note(user=body.metadata and body.metadata.user_id)
-    messages, arguments = await aside(lambda: (body.plain(), service.bound_sampling(body.arguments())))
-
-    def make(model: Model) -> "partial[ChatHandle]":
-        turns, given = body.fit(messages, model.chat_template), arguments | body.make_arguments(model)
-        return partial(_submit, model, turns, reasoning_budget=body.budget(model, given), **given)
-
-    return await service.submit(held, body.model, body.names, make)
-
-
 @router.post("/v1/messages")
-async def messages(
-    body: Annotated[MessageRequest, take_body(MessageRequest)], request: Request, service: Served
-) -> Response:
+async def messages(body: Annotated[MessageRequest, take_body(MessageRequest)], request: Request) -> Response:
     """Answer a conversation. With ``stream`` the answer comes as server-sent events, pings among them."""
-    request_id = request.scope.get("state", {}).get("request_id")
-    async with AsyncExitStack() as held:
-        model, handle = await _submit_chat(body, held, service)
-        if body.stream:
-            events = guard_pieces(
-                events_of(body, service, model, handle),
-                lambda piece: event(piece, piece["type"]),
-                lambda error: event(error.anthropic_body(request_id), "error"),
-            )
-            return EventStream(events, held.pop_all(), service.config.heartbeat_s, heartbeat=PING)
-        result = await unless_gone(request.receive, handle)
-        usage = await run_in_threadpool(usage_of, model, result)
-        answer = {
-            **head_of(body, service, {**usage}),
-            "content": blocks_of(result.message, omits_thoughts=body.omits_thoughts),
-            **find_ending(body, result),
-        }
-        return JSONResponse(answer)
+    return await MessageTurn(body, request).answer()
 
 
 @router.post("/v1/messages/count_tokens")
-async def count_tokens(body: Annotated[Prompted, take_body(Prompted)], service: Served) -> dict[str, Any]:
+async def count_tokens(body: Annotated[Prompted, take_body(Prompted)], call: Called, service: Served) -> dict[str, Any]:
     """The tokens of the prompt that such a conversation becomes."""
 
     def tokenize(model: Model) -> list[int]:
         return model.chat_tokens(body.fit(body.plain(), model.chat_template), **body.make_arguments(model))
 
-    count = await service.count_tokens(body.model, NAMES, tokenize)
+    count = await service.count_tokens(call, body.model, NAMES, tokenize)
     return {"input_tokens": count}

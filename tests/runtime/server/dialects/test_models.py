@@ -6,6 +6,7 @@ import httpx2 as httpx
 import openai
 import pytest
 
+from llmc.runtime.server.http.call import Client
 from llmc.runtime.text.tokenizer import Tokenizer
 
 VERSION = {"anthropic-version": "2023-06-01"}
@@ -30,7 +31,7 @@ def asked(text: str) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("path", asked(""))
 def test_tokens_are_charged_as_those_of_prompts(http: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str):
     spent: list[int] = []
-    monkeypatch.setattr("llmc.runtime.server.models.service.spend", lambda tokens: spent.append(tokens))
+    monkeypatch.setattr(Client, "spend", lambda client, tokens: spent.append(tokens))
     answer = http.post(path, json=asked("a")[path], headers=VERSION)
     assert answer.status_code == 200 and spent == [answer.json()["input_tokens"]] and spent[0] > 0
 

@@ -15,9 +15,8 @@ from starlette.responses import JSONResponse
 
 from llmc.errors import DeadlineError, QueueFullError
 from llmc.runtime import Embedder
-from llmc.runtime.server.http.accounts import spend
-from llmc.runtime.server.http.aside import LARGE
 from llmc.runtime.server.http.bodies import Body, list_texts
+from llmc.runtime.server.http.call import LARGE, call_of
 from llmc.runtime.server.http.errors import ApiError, name_parameters
 from llmc.runtime.server.http.streams import make_answer
 from llmc.runtime.server.http.validation import take_body
@@ -29,6 +28,7 @@ MOST_TEXTS = 2048  # of one request, as OpenAI has it
 PIECE = 32
 MOST_WAITING = 256  # requests, where the settings say nothing
 Rows = Sequence[Sequence[int]]
+Results = NDArray[np.float32]  # (texts, width), or (texts, 1) of scores
 
 Truncate = Annotated[
     bool, Field(description="leave out the end of a text that is too long, which is refused otherwise; extension")
@@ -75,24 +75,23 @@ def usage_of(rows: Rows) -> dict[str, Any]:
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
-async def encode_texts(
-    service: Service, request: Request, model: Embedder, tokenize: Callable[[], Rows]
-) -> tuple[Rows, NDArray[np.float32]]:
+async def encode_texts(request: Request, model: Embedder, tokenize: Callable[[], Rows]) -> tuple[Rows, Results]:
     """Tokens and results of texts, computed piece by piece while the client is there and the deadline has not passed.
 
-    A piece that runs is waited for, for the model must stay while it does.
+    A running piece is waited for, since the model must stay until it ends.
 
     Raises:
         QueueFullError: as many requests wait as may wait.
         ApiError: the client is gone.
         DeadlineError: the deadline of the server's settings has passed.
     """
+    service: Service = request.app.state.service
     most = service.config.max_queue or MOST_WAITING
     if service.encoding.statistics().tasks_waiting >= most:
         raise QueueFullError(f"{most} requests for vectors or scores wait already; try again later")
     seconds, began = service.config.request_deadline_s, time.monotonic()
     rows = await to_thread.run_sync(tokenize, limiter=service.encoding)
-    spend(tokens=sum(map(len, rows)))
+    call_of(request.scope).client.spend(tokens=sum(map(len, rows)))
     found = []
     for start in range(0, len(rows), PIECE):
         if await request.is_disconnected():
@@ -104,13 +103,12 @@ async def encode_texts(
     return rows, np.concatenate(found)
 
 
-async def compute_vectors(
-    body: EmbeddingRequest, request: Request, service: Service
-) -> tuple[Rows, NDArray[np.float32]]:
-    """Tokens and vectors of the texts. Raises what :func:`encode_texts` does; ApiError: the model does not embed."""
-    texts = body.texts()
-    service.check_work(body.model, "embeddings")
-    async with service.model(body.model) as model:
+async def compute_vectors(body: EmbeddingRequest, request: Request) -> tuple[str, Rows, Results]:
+    """The model's name, and tokens and vectors of the texts.
+    Raises what :func:`encode_texts` does; ApiError: the model does not embed."""
+    texts, service = body.texts(), request.app.state.service
+    name = service.find_for(call_of(request.scope), body.model, "embeddings")
+    async with service.pool.lease(name) as model:
         encoder: Embedder = model
         width = encoder.vector_width(body.dimensions)
         if isinstance(texts[0], str):
@@ -118,17 +116,14 @@ async def compute_vectors(
         else:
             tokenize = partial(encoder.check_token_ids, texts, truncate=body.truncate)
         with name_parameters({"prompt": "input"}):
-            rows, vectors = await encode_texts(service, request, model, tokenize)
-    return rows, encoder.cut(vectors, width)
+            rows, vectors = await encode_texts(request, model, tokenize)
+    return name, rows, encoder.cut(vectors, width)
 
 
 @router.post("/v1/embeddings")
-async def embeddings(
-    body: Annotated[EmbeddingRequest, take_body(EmbeddingRequest)], request: Request, service: Served
-) -> Response:
+async def embeddings(body: Annotated[EmbeddingRequest, take_body(EmbeddingRequest)], request: Request) -> Response:
     """Vectors of texts, of length one where the checkpoint normalises."""
-    rows, vectors = await compute_vectors(body, request, service)
-    name = service.name(body.model)
+    name, rows, vectors = await compute_vectors(body, request)
 
     def made() -> dict[str, Any]:
         found: Any = vectors.tolist()
@@ -149,14 +144,14 @@ async def rerank(
     The scores are what the checkpoint makes of them: the higher the better, between 0 and 1 only where it says so.
     """
     texts = [given if isinstance(given, str) else given.text for given in body.documents]
-    service.check_work(body.model, "scores")
-    async with service.model(body.model) as model:
+    name = service.find_for(call_of(request.scope), body.model, "scores")
+    async with service.pool.lease(name) as model:
         pairs = partial(model.pair_tokens, instruction=body.instruction, truncate=body.truncate)
         tokenize = partial(pairs, body.query, texts)
         with name_parameters({"prompt": "documents"}):
-            rows, scores = await encode_texts(service, request, model, tokenize)
+            rows, scores = await encode_texts(request, model, tokenize)
     order = np.argsort(-scores[:, 0], kind="stable")[: body.top_n].tolist()
     shown = {index: {"document": {"text": texts[index]}} if body.return_documents else {} for index in order}
     results = [{"index": index, "relevance_score": float(scores[index, 0]), **shown[index]} for index in order]
-    head = {"id": new_id("rerank-"), "object": "list", "model": service.name(body.model)}
+    head = {"id": new_id("rerank-"), "object": "list", "model": name}
     return JSONResponse({**head, "results": results, "usage": usage_of(rows)})
