@@ -10,18 +10,18 @@
     |-- RequestError         one request cannot be served; the model goes on
     |   |-- CancelledError        its client cancelled it
     |   |-- DeadlineError        its deadline passed
-    |   |-- QueueFullError       as many requests wait as may wait
+    |   |-- QueueFullError       the queue is full
     |   |-- EngineClosedError    the engine was closed before the request ended
     |   |-- ContextError        prompt and answer are longer than the context
-    |   |-- ProcessorError       a function that came with the request raised, or returned nonsense
+    |   |-- ProcessorError       a function of the request raised, or returned an invalid result
     |   |-- GrammarError         its grammar cannot be compiled, or allows no token
     |   |-- NonFiniteError       the model computed NaN or infinite values for it
     |   `-- DraftError           a drafter has another tokenizer or reads other states
-    |-- ResourceError        memory or disk does not suffice
+    |-- ResourceError        there is not enough memory or disk
     |-- GpuError             GPU, driver or engine library are missing, unsupported or were lost
     `-- MissingExtraError    an optional dependency is not installed
 
-An error carries its parts: what was found and expected, what to do, the parameter and the path that are at fault. The
+An error carries its parts: the problem (what was found and expected), the advice, the parameter and the path. The
 command line and the service put their own names of parameters and paths into the sentence. Errors of other libraries
 are translated where they enter, with ``raise ... from``; an ``assert`` marks a bug of our own.
 """
@@ -33,14 +33,14 @@ from pathlib import Path
 from types import ModuleType
 
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-DISTRIBUTION = "llmc-deploy"  # as pip knows it; llmc is the name of another project there
+DISTRIBUTION = "llmc-deploy"  # the name for pip; llmc is another project there
 
 
 def printable(text: str) -> str:
-    """``text`` with every character that no reader sees as it is, but for ends of lines and tabs, as its escape.
+    """``text`` with invisible and control characters escaped, except line ends and tabs.
 
-    Names of files and tensors, and what a template says, are somebody else's: an escape sequence among them would
-    clear a terminal or forge its lines, and half a character cannot be written as UTF-8.
+    Names of files and tensors, and messages of templates, are untrusted: an escape sequence in them would clear a
+    terminal or forge its lines, and an unpaired surrogate cannot be written as UTF-8.
     """
     if text.isprintable():
         return text
@@ -51,10 +51,10 @@ class LlmcError(Exception):
     """Base of all errors of llmc.
 
     Attributes:
-        problem: what was found, and what was expected. It does not name the path.
+        problem: what was found, and what was expected, without the path.
         advice: what to do, or empty.
         parameter: the parameter at fault, such as ``messages[0].content``, or empty.
-        path: the file or folder that the problem is about, or None.
+        path: the file or folder at fault, or None.
     """
 
     exit_code = 1
@@ -70,7 +70,7 @@ class LlmcError(Exception):
         return self.sentence()
 
     def sentence(self, parameter: str | None = None) -> str:
-        """The message, made :func:`printable`, with the caller's name of the parameter."""
+        """The :func:`printable` message, with the caller's name for the parameter."""
         subject = self.parameter if parameter is None else parameter
         text = f"{subject} {self.problem}" if self.names_parameter else self.problem
         text = f"{text}; {self.advice}" if self.advice else text
@@ -81,10 +81,10 @@ class UsageError(LlmcError):
     """A parameter is out of its range or contradicts another one.
 
     Args:
-        parameter: its name, with which the sentence begins.
+        parameter: its name, which begins the sentence.
         problem: what was found and what was expected, as ``is 2, expected 0 ... 1``.
         advice: what to do.
-        path: the file that the parameter is a key of; None for an argument.
+        path: the file that has the parameter as a key; None for an argument.
     """
 
     exit_code = 2
@@ -152,13 +152,13 @@ class DraftError(RequestError):
 
 
 class ResourceError(LlmcError):
-    """The machine has not enough memory or disk for what was planned."""
+    """The machine has not enough memory or disk."""
 
 
 class GpuError(LlmcError):
     """A GPU, its driver or its engine library is missing, too old, unsupported or failed.
 
-    ``lost`` tells that the GPU's context is gone: nothing in this process can use it any more.
+    ``lost`` is True if the GPU's context is lost: this process cannot use it any more.
     """
 
     def __init__(self, problem: str, advice: str = "", *, path: Path | None = None, lost: bool = False) -> None:
@@ -171,7 +171,7 @@ class MissingExtraError(LlmcError):
 
 
 def text_of(error: BaseException) -> str:
-    """``Type: message`` of an error that is not llmc's own, or only its type where it has no message or cannot tell."""
+    """``Type: message`` of an error that is not llmc's own; only its type if it has no message or ``str`` fails."""
     name = type(error).__name__
     try:
         message = str(error)
@@ -181,7 +181,7 @@ def text_of(error: BaseException) -> str:
 
 
 class _Short(reprlib.Repr):
-    """Values as messages show them: the beginning of long ones, for a client may send a hundred megabytes."""
+    """Short representations for messages: a client may send a hundred megabytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,11 +189,11 @@ class _Short(reprlib.Repr):
         self.maxtuple = self.maxlist = self.maxdict = 8
 
     def repr_tuple(self, value: tuple[object, ...], level: int) -> str:
-        """As a list: clients of the service write JSON."""
+        """A tuple as a list: clients of the service write JSON."""
         return self.repr_list([*value], level)
 
     def repr_int(self, value: int, level: int) -> str:
-        """Python refuses to write integers of more than 4,300 digits, and nobody reads hundreds."""
+        """A long integer by its number of digits; Python refuses to write more than 4,300."""
         digits = int(value.bit_length() * 0.30103) + 1
         return repr(value) if digits <= 40 else f"an integer of about {digits} digits"
 
@@ -204,11 +204,11 @@ class _Short(reprlib.Repr):
 
 
 _SHORT = _Short()
-_LONGEST = 300  # characters: lists in lists multiply what is left of each
+_LONGEST = 300  # characters: nested lists multiply the limits of their items
 
 
 def format_value(value: object) -> str:
-    """A value as an error shows it, in a few hundred characters at most, however long the list or the text is."""
+    """A value for an error message, in at most a few hundred characters."""
     try:
         text = _SHORT.repr(value)
     except Exception:  # noqa: BLE001 - a foreign __repr__ may raise anything
@@ -217,15 +217,15 @@ def format_value(value: object) -> str:
 
 
 def format_name(name: str) -> str:
-    """A name of somebody else's as an error shows it: as it is, or quoted where it is long or not printable."""
+    """An untrusted name for an error message; quoted if it is long or not printable."""
     return name if len(name) <= 80 and name.isprintable() else format_value(name)
 
 
 def install_command(extra: str) -> str:
-    """The pip command that installs what an extra of llmc consists of.
+    """The pip command that installs the packages of an extra of llmc.
 
-    It names the packages themselves, so that it works without a checkout, and wherever llmc itself came from; a torch
-    among them comes from an index of builds for CPUs, for the usual one brings gigabytes of CUDA.
+    It names the packages themselves, so it works without a checkout. torch comes from an index of CPU builds, since the
+    default one brings gigabytes of CUDA packages.
     """
     wanted = _requirements(extra)
     index = [f"--extra-index-url {TORCH_INDEX}"] if any(name.startswith("torch") for name in wanted) else []
@@ -233,39 +233,40 @@ def install_command(extra: str) -> str:
 
 
 def _requirements(extra: str) -> list[str]:
-    from importlib import metadata  # slow to import, and rarely wanted
+    from importlib import metadata  # slow to import, and rarely needed
 
     try:
         declared = metadata.requires(DISTRIBUTION) or []
-    except metadata.PackageNotFoundError:  # run from a folder that was not installed
+    except metadata.PackageNotFoundError:  # llmc runs from a folder and is not installed
         return [f"{Path(__file__).resolve().parent}[{extra}]"]
-    found: list[str] = []
+    requirements: list[str] = []
     for line in declared:
         requirement, _, marker = line.partition("; ")
         if marker.endswith(f'extra == "{extra}"'):
             nested = requirement.removeprefix(f"{DISTRIBUTION}[")
             if nested == requirement:
                 condition, both, _ = marker.rpartition(" and ")
-                found.append(f"{requirement}; {condition}" if both else requirement)
+                requirements.append(f"{requirement}; {condition}" if both else requirement)
             else:
-                found += [each for name in nested.removesuffix("]").split(",") for each in _requirements(name)]
-    return found
+                requirements += [each for name in nested.removesuffix("]").split(",") for each in _requirements(name)]
+    return requirements
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import ``module``, or say in one sentence which extra brings it.
-    Raises MissingExtraError: the module is not installed, or only a folder without code is left of it."""
+    """Import ``module``, or name the extra that installs it.
+    Raises MissingExtraError: the module is not installed, or only an empty folder of it is left."""
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):  # something else is missing, inside of it
+        if not f"{module}.".startswith(f"{error.name}."):  # one of its own imports is missing
             raise
         raise MissingExtraError(f"{module} is not installed; {_where(extra)}") from error
-    if getattr(found, "__file__", None) is None and hasattr(found, "__path__"):  # a namespace package
-        left = ", ".join(found.__path__)
-        said = f"{module} is not installed, only the folder {left} is there: remove it; {_where(extra)}"
-        raise MissingExtraError(said)
-    return found
+    if getattr(imported, "__file__", None) is None and hasattr(imported, "__path__"):  # a namespace package
+        left = ", ".join(imported.__path__)
+        raise MissingExtraError(
+            f"{module} is not installed, only the folder {left} is there: remove it; {_where(extra)}"
+        )
+    return imported
 
 
 def _where(extra: str) -> str:

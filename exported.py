@@ -1,4 +1,4 @@
-"""The weights of an export, read by rows: its graph says where each of them lies."""
+"""Read the weights of an export by rows; its graph stores where each weight is."""
 
 import os
 from abc import ABC, abstractmethod
@@ -24,22 +24,22 @@ from llmc.origin import find_own_file, weight_files
 S = TypeVar("S")
 T = TypeVar("T")
 
-# Weights per piece: small enough to stay in the second-level cache as float32 (1 MiB), large enough to amortise a call.
+# Weights per piece: as float32 (1 MiB) it stays in the second-level cache, and is large enough to amortise a call.
 PIECE = 1 << 18
 
 
 def weights_identity(export: Path) -> list[tuple[str, int, int]]:
-    """Name, size and time of change (ns) of each weight file of an export, for keys of what is computed from them."""
-    found = ((path.name, path.stat()) for path in weight_files(export))
-    return [(name, info.st_size, info.st_mtime_ns) for name, info in found]
+    """Name, size and time of change (ns) of each weight file of an export, for cache keys of derived results."""
+    files = ((path.name, path.stat()) for path in weight_files(export))
+    return [(name, info.st_size, info.st_mtime_ns) for name, info in files]
 
 
-# Codes [n, K], scales [n, groups], zero points and offsets as scales, or None, of rows of a matrix.
+# Rows of a matrix: codes [n, K], scales [n, groups], zero points and offsets shaped like scales, or None.
 CodedRows = tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.int8] | None, NDArray[np.float32] | None]
 
 
 class CodedTensor(ABC):
-    """A matrix W [N, K] that an export holds as integers, by blocks of columns:
+    """A matrix W [N, K] that an export stores as integers, with scales per block of columns:
     W = (codes - zero_points) * scales + offsets."""
 
     order: ir.ExternalTensor | None = None  # int32 [K], or None: column k of W is column order[k] of the codes
@@ -58,10 +58,10 @@ class CodedTensor(ABC):
 
     @abstractmethod
     def read(self, start: int = 0, stop: int | None = None) -> CodedRows:
-        """Codes, scales, zero points and offsets of rows, columns as they are stored."""
+        """Codes, scales, zero points and offsets of rows, with columns in stored order."""
 
     def floats(self, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
-        """The rows of W that the codes stand for, float32 [n, K]."""
+        """Dequantized rows of W, float32 [n, K]."""
         codes, scales, zeros, offsets = self.read(start, stop)
         block, steps = self.kind.block, codes.astype(np.float32)
         if zeros is not None:
@@ -74,7 +74,7 @@ class CodedTensor(ABC):
 
 @dataclass(frozen=True)
 class DequantizedTensor(CodedTensor):
-    """A matrix of integers whose parts lie apart, as a DequantizeLinear reads them."""
+    """A matrix of integers whose parts are separate tensors, as DequantizeLinear reads them."""
 
     codes: ir.ExternalTensor  # int4 or int8 [N, K]
     scales: ir.ExternalTensor  # float32 [N, K / block]
@@ -104,12 +104,12 @@ class DequantizedTensor(CodedTensor):
 
 @dataclass(frozen=True)
 class GgmlTensor(CodedTensor):
-    """A matrix in GGML's blocks, whose bytes lie in GGUF files."""
+    """A matrix in GGML's blocks, stored in GGUF files."""
 
     block_type: str  # one of :data:`llmc.ggml.LAYOUTS`
     packed: ir.ExternalTensor  # uint8 [n, bytes], rows of blocks
-    second: ir.ExternalTensor | None = None  # as many bytes of further rows, or None
-    # int32 [N], the places of the matrix's rows among the stored ones; None where they are in order
+    second: ir.ExternalTensor | None = None  # further rows of the same length, or None
+    # int32 [N], stored positions of the matrix's rows; None if they are in order
     rows: ir.ExternalTensor | None = None
     # int32 [K], the places of its columns, whole blocks side by side; None where they are in order
     columns: ir.ExternalTensor | None = None
@@ -143,9 +143,9 @@ class GgmlTensor(CodedTensor):
         codes, scales = np.empty((stop - start, columns), np.int8), np.empty(groups, np.float32)
         offsets = np.empty(groups, np.float32) if self._layout.minima is not None else None
         for (first, last), part in zip(spans, in_parallel(self._read_piece, spans), strict=True):
-            for whole, own in zip((codes, scales, None, offsets), part, strict=True):
-                if whole is not None and own is not None:
-                    whole[first - start : last - start] = own
+            for whole, piece in zip((codes, scales, None, offsets), part, strict=True):
+                if whole is not None and piece is not None:
+                    whole[first - start : last - start] = piece
         return codes, scales, None, offsets
 
     def _read_piece(self, span: tuple[int, int]) -> CodedRows:
@@ -155,10 +155,9 @@ class GgmlTensor(CodedTensor):
             codes, scales, offsets = layout.codes.read(blocks), layout.scales.read(blocks), layout.offsets(blocks)
         if not np.isfinite(scales).all() or (offsets is not None and not np.isfinite(offsets).all()):
             raise CheckpointError(
-                f"{self.packed.path}: {self.name} holds weights that are no numbers; the file is broken, download it "
-                "again"
+                f"{self.packed.path}: {self.name} holds NaN or infinite weights; the file is broken, download it again"
             )
-        codes, scales = (it.reshape(len(packed), -1) for it in (codes, scales))
+        codes, scales = (array.reshape(len(packed), -1) for array in (codes, scales))
         offsets = None if offsets is None else offsets.reshape(len(packed), -1)
         if self.columns is not None:
             columns = read_integers(self.columns)
@@ -168,65 +167,65 @@ class GgmlTensor(CodedTensor):
         return codes, scales, None, offsets
 
     def _read_bytes(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """The bytes of rows of the matrix, uint8 [n, bytes]."""
+        """The bytes of the matrix's rows, uint8 [n, bytes]."""
         places, first = self._places[start:stop], 0
         rows = np.empty((len(places), sizes(self.packed)[1]), np.uint8)
         for part in filter(None, (self.packed, self.second)):
             chosen = np.flatnonzero((first <= places) & (places < first + sizes(part)[0]))
             if len(chosen):
-                own = places[chosen] - first
-                raw = np.frombuffer(_rows(part, int(own.min()), int(own.max()) + 1), np.uint8)
-                rows[chosen] = raw.reshape(-1, rows.shape[1])[own - own.min()]
+                local = places[chosen] - first
+                raw = np.frombuffer(_rows(part, int(local.min()), int(local.max()) + 1), np.uint8)
+                rows[chosen] = raw.reshape(-1, rows.shape[1])[local - local.min()]
             first += sizes(part)[0]
         return rows
 
     @cached_property
     def _places(self) -> NDArray[np.integer[Any]]:
-        """The places of the matrix's rows among the stored ones."""
+        """Stored positions of the matrix's rows."""
         return np.arange(sizes(self)[0]) if self.rows is None else read_integers(self.rows)
 
 
 Weight = ir.ExternalTensor | CodedTensor
 
-# The largest exponent (plus 127) of a scale in MXFP4 with which 6, its largest value, is a float: of more the kernel
-# makes NaN, and 255 is none. Down to 0, 2^-127, it is exact.
+# The largest scale exponent (plus 127) in MXFP4 for which 6, the largest value, is still a float: above it the kernel
+# computes NaN, and 255 means NaN. Down to 0, 2^-127, it is exact.
 MOST_EXPONENT = 252
 
 
 @dataclass(frozen=True)
 class Mxfp4Stack:
-    """Matrices [E, N, K] that an export holds in MXFP4."""
+    """Matrices [E, N, K] that an export stores in MXFP4."""
 
     codes: ir.ExternalTensor  # uint8 [E, N, K / 2], E2M1, the first of two in the low half
-    scales: ir.ExternalTensor  # uint8 [E, N, K / 32], exponents of two with 127 added
+    scales: ir.ExternalTensor  # uint8 [E, N, K / 32], exponents of two plus 127
 
     def read(self, tensor: ir.ExternalTensor, start: int = 0, stop: int | None = None) -> NDArray[np.uint8]:
-        """The codes or scales of matrices ``start`` to ``stop``; CheckpointError for scales that are no floats."""
-        found = np.frombuffer(_rows(tensor, start, stop), np.uint8).reshape(-1, *sizes(tensor)[1:])
-        if tensor is self.scales and found.max(initial=0) > MOST_EXPONENT:
+        """The codes or scales of matrices ``start`` to ``stop``; CheckpointError for scales that are not finite."""
+        values = np.frombuffer(_rows(tensor, start, stop), np.uint8).reshape(-1, *sizes(tensor)[1:])
+        if tensor is self.scales and values.max(initial=0) > MOST_EXPONENT:
             raise CheckpointError(
-                f"{tensor.path}: {tensor.name} holds the exponent {found.max()}, expected at most {MOST_EXPONENT}, "
-                "beyond which weights are no floats; the checkpoint is broken, get it again"
+                f"{tensor.path}: {tensor.name} holds the exponent {values.max()}, expected at most {MOST_EXPONENT}, "
+                "above which weights are not floats; the checkpoint is broken, download it again"
             )
-        return found
+        return values
 
     def matrices(self, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
         """Matrices ``start`` to ``stop``, float32 [n, N, K]."""
         codes, scales = (self.read(each, start, stop) for each in (self.codes, self.scales))
         values = np.stack((codes & 15, codes >> 4), -1).reshape(*scales.shape, -1).view(ml_dtypes.float4_e2m1fn)
         factors = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
-        found: NDArray[np.float32] = values.astype(np.float32) * factors[..., None]
-        return found.reshape(*codes.shape[:2], -1)
+        matrices: NDArray[np.float32] = values.astype(np.float32) * factors[..., None]
+        return matrices.reshape(*codes.shape[:2], -1)
 
 
-# Ends of the names of what scales a matrix of codes, and of what belongs to one in GGML's blocks.
+# Name suffixes of the tensors that belong to a matrix of codes, and to a matrix in GGML's blocks.
 PARTS = ("scales", "zero_points", "offsets", "order")
 BLOCK_PARTS = ("second", "rows", "columns")
 
 
 def read_weights(folder: Path) -> dict[str, Weight | Mxfp4Stack]:
     """Every weight of an export's decoder, by its name in the checkpoint.
-    Raises CheckpointError: the graph is missing or corrupt, or a weight lies elsewhere, or is not of its shape."""
+    Raises CheckpointError: the graph is missing or corrupt, or a weight is outside the folder or has a wrong size."""
     try:
         graph = ir.load(folder / DECODER_FILE).graph
     except (OSError, DecodeError) as error:
@@ -234,24 +233,24 @@ def read_weights(folder: Path) -> dict[str, Weight | Mxfp4Stack]:
             f"{folder / DECODER_FILE} is missing or corrupt ({error}); export the checkpoint again"
         ) from error
     values = graph.initializers.items()
-    found = {name: it.const_value for name, it in values if isinstance(it.const_value, ir.ExternalTensor)}
-    for name, tensor in found.items():
+    tensors = {name: it.const_value for name, it in values if isinstance(it.const_value, ir.ExternalTensor)}
+    for name, tensor in tensors.items():
         _check_place(folder, name, tensor)
     types = {str(node.name).removesuffix(f".{node.op_type}"): node.op_type for node in graph if node.op_type in LAYOUTS}
     ends = tuple(f".{part}" for part in (*PARTS, *BLOCK_PARTS))
-    return {name: _gather_parts(name, found, types) for name in found if not name.endswith(ends)}
+    return {name: _gather_parts(name, tensors, types) for name in tensors if not name.endswith(ends)}
 
 
 def _check_place(folder: Path, name: str, tensor: ir.ExternalTensor) -> None:
     file, end = str(tensor.location), (tensor.offset or 0) + (tensor.length or 0)
     if Path(file).name != file:
         raise CheckpointError(
-            f"{folder / DECODER_FILE} says that {name} lies in {file!r:.80}, expected a file of this folder; export "
+            f"{folder / DECODER_FILE} says that {name} is in {file!r:.80}, expected a file of this folder; export "
             "the checkpoint again"
         )
-    if (place := find_own_file(folder, file)) is None:
+    if (file_path := find_own_file(folder, file)) is None:
         raise CheckpointError(f"{folder / file} is missing; export the checkpoint again")
-    if end > (size := place.stat().st_size):
+    if end > (size := file_path.stat().st_size):
         raise CheckpointError(
             f"{folder / file} is truncated: it has {size} bytes, and {name} ends at {end}; export the checkpoint again"
         )
@@ -264,7 +263,7 @@ def _check_place(folder: Path, name: str, tensor: ir.ExternalTensor) -> None:
 
 
 def _gather_parts(name: str, found: Mapping[str, ir.ExternalTensor], types: Mapping[str, str]) -> Weight | Mxfp4Stack:
-    """``types`` are those of matrices in GGML's blocks, by name."""
+    """``types``: block types of the matrices in GGML's blocks, by name."""
     parts = {part: found[f"{name}.{part}"] for part in (*PARTS, *BLOCK_PARTS) if f"{name}.{part}" in found}
     if name in types:
         return GgmlTensor(types[name], found[name], **parts)
@@ -285,21 +284,21 @@ def rows_of(tensor: Weight | Mxfp4Stack, start: int = 0, stop: int | None = None
     if not np.isfinite(values).all():
         raise CheckpointError(
             f"{tensor.path}: {tensor.name} holds NaN or infinite weights between rows {start} and {stop}; "
-            "the checkpoint is broken, get or save it again"
+            "the checkpoint is broken, download or save it again"
         )
     return values.reshape(stop - start, *shape[1:])
 
 
 def read_integers(tensor: ir.ExternalTensor) -> NDArray[np.int32]:
-    """A vector of int32, such as places of rows or columns."""
+    """A vector of int32, such as positions of rows or columns."""
     return np.frombuffer(_rows(tensor), np.int32)
 
 
 def _read_codes(tensor: ir.ExternalTensor, start: int = 0, stop: int | None = None) -> NDArray[np.int8]:
-    """Rows of integers of 8 bits, or of 4, of which two lie in a byte; rows that begin in one take them all."""
+    """Rows of 8-bit integers, or of 4-bit integers packed in pairs; rows must begin at whole bytes."""
     raw, shape = np.frombuffer(_rows(tensor, start, stop), np.int8), sizes(tensor)
     if tensor.dtype == ir.DataType.INT4:
-        # Up and down again: a shift of a signed number keeps its sign.
+        # Shift up and down again: a right shift of a signed number keeps its sign.
         raw = np.stack((np.left_shift(raw, 4), raw), axis=1).reshape(-1)
         raw = np.right_shift(raw, 4)[: len(raw) // shape[1] * shape[1]]
     return raw.reshape(-1, shape[1])
@@ -315,7 +314,7 @@ def _rows(tensor: ir.ExternalTensor, start: int = 0, stop: int | None = None) ->
             raw = os.pread(file.fileno(), size, (tensor.offset or 0) + start * bits // 8)
     except OSError as error:
         raise CheckpointError(
-            f"{tensor.path}: cannot be read ({error.strerror}), yet holds {tensor.name}; export the checkpoint again"
+            f"{tensor.path}: cannot be read ({error.strerror}), but holds {tensor.name}; export the checkpoint again"
         ) from error
     if len(raw) != size:
         raise CheckpointError(f"{tensor.path}: ends inside {tensor.name}; the file is truncated, copy it again")
@@ -341,7 +340,7 @@ def pieces(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 def in_parallel(work: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
-    """Apply ``work`` to items on all cores (numpy releases the interpreter lock) and yield results in order."""
+    """Apply ``work`` to items on all cores (numpy releases Python's lock) and yield results in order."""
     threads = len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(threads) as pool:
         pending = []

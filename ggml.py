@@ -1,8 +1,8 @@
-"""GGML's block types, in which GGUF files hold matrices: w = code * scale + offset, with codes of 4 or 8 bits.
+"""GGML's block types, which GGUF files use for matrices: w = code * scale + offset, with codes of 4 or 8 bits.
 
-Tables say where the numbers lie in a block's bytes. numpy reads blocks by them here, and :mod:`llmc.export.ggml_ops`
-makes ONNX functions of them. Small blocks begin with a scale in float16 (and a minimum); large ones, of 256 weights,
-have integers that multiply one.
+Tables describe where a block's bytes hold its numbers. numpy reads blocks with them here, and
+:mod:`llmc.export.ggml_ops` makes ONNX functions from them. Small blocks begin with a float16 scale (and a minimum);
+large ones, of 256 weights, also have integers that multiply it.
 Source: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h and ggml-quants.c
 """
 
@@ -18,7 +18,7 @@ from llmc.bundle.model.linear import Codes
 Bytes = NDArray[np.uint8]
 Array = NDArray[Any]
 
-# Values that the sixteen codes of a type stand for.
+# Values of the sixteen codes of a type.
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 _FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 NIBBLES, CRUMBS, BITS = (0, 4), (0, 2, 4, 6), range(8)
@@ -26,18 +26,13 @@ NIBBLES, CRUMBS, BITS = (0, 4), (0, 2, 4, 6), range(8)
 
 @dataclass(frozen=True, eq=False)
 class Bits:
-    """A field of bits for each number of a block: ``((bytes[at] >> shift) & mask) << up``.
+    """A field of bits for each number of a block: ``((bytes[at] >> shift) & mask) << up``."""
 
-    Attributes:
-        at: places in the block, int64 [n].
-        shift, mask: uint8 [n].
-        up: place of the field in the number.
-    """
-
-    at: NDArray[np.int64]
+    at: NDArray[np.int64]  # byte positions in the block, int64 [n]
+    # uint8 [n]
     shift: Bytes
     mask: Bytes
-    up: int = 0
+    up: int = 0  # bit position of the field in the number
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,12 +46,12 @@ class Numbers:
 
     def index(self, blocks: Bytes) -> Bytes:
         """Blocks uint8 [R, bytes] -> the indices of their numbers, uint8 [R, n]."""
-        fields = [(blocks.take(it.at, 1) >> it.shift & it.mask) << np.uint8(it.up) for it in self.bits]
-        found: Bytes = np.bitwise_or.reduce(fields) if len(fields) > 1 else fields[0]
-        return found
+        fields = [(blocks.take(bits.at, 1) >> bits.shift & bits.mask) << np.uint8(bits.up) for bits in self.bits]
+        indices: Bytes = np.bitwise_or.reduce(fields) if len(fields) > 1 else fields[0]
+        return indices
 
     def read(self, blocks: Bytes) -> Array:
-        """Blocks uint8 [R, bytes] -> their numbers [R, n], float32 where a float16 multiplies them."""
+        """Blocks uint8 [R, bytes] -> their numbers [R, n], float32 if a float16 multiplies them."""
         if self.half is None:
             return self.values.take(self.index(blocks))
         factor = np.ascontiguousarray(blocks[:, self.half : self.half + 2]).view(np.float16).astype(np.float32)
@@ -70,39 +65,39 @@ class Layout:
 
     size: int  # bytes of a block
     bits: int  # of a code in a bundle, 4 or 8
-    codes: Numbers  # int8, one for each weight
-    scales: Numbers  # float32, one for each ``block`` weights
-    minima: Numbers | None = None  # float32, as many; None where all are zero
-    middle: int = 0  # what was subtracted from unsigned codes, so that an offset is a minimum and ``middle`` scales
+    codes: Numbers  # int8, one per weight
+    scales: Numbers  # float32, one per ``block`` weights
+    minima: Numbers | None = None  # float32, as many as scales; None if all are zero
+    middle: int = 0  # subtracted from unsigned codes, so that an offset is a minimum plus ``middle`` scales
 
     @property
     def weights(self) -> int:
-        """Weights of a block of bytes."""
+        """Number of weights in a block."""
         return len(self.codes.bits[0].at)
 
     @property
     def block(self) -> int:
-        """Weights that share a scale."""
+        """Number of weights that share a scale."""
         return self.weights // (len(self.scales.bits[0].at) if self.scales.bits else 1)
 
     @property
     def kind(self) -> Codes:
-        """The integers of a matrix in these blocks."""
+        """The integer format of a matrix in these blocks."""
         return Codes(self.bits, self.block, zero_points=False, offsets=self.minima is not None)
 
     @property
     def table_kind(self) -> Codes:
-        """The integers of a table in these blocks, in the fewest bits that hold every code."""
+        """The integer format of a table in these blocks, with the fewest bits that hold every code."""
         codes = self.codes.values
         bits = max(int(codes.max()), ~int(codes.min())).bit_length() + 1
         return replace(self.kind, bits=bits, half=not self.scales.bits)
 
     def offsets(self, blocks: Bytes) -> Array | None:
-        """Blocks uint8 [R, bytes] -> offsets float32 [R, scales]; None where all are zero."""
+        """Blocks uint8 [R, bytes] -> offsets float32 [R, scales]; None if all are zero."""
         if self.minima is None:
             return None
-        found: Array = self.minima.read(blocks) + self.scales.read(blocks) * np.float32(self.middle)
-        return found
+        offsets: Array = self.minima.read(blocks) + self.scales.read(blocks) * np.float32(self.middle)
+        return offsets
 
     def unpack(self, rows: Bytes) -> NDArray[np.float32]:
         """Rows of blocks uint8 [N, bytes] -> the weights float32 [N, K]."""
@@ -114,7 +109,8 @@ class Layout:
 
 
 def _run(first: int, count: int, run: int, shifts: Sequence[int], width: int, up: int = 0) -> Bits:
-    """Fields of ``width`` bits from ``count`` bytes: those at the first shift of a run of bytes, then at the next."""
+    """Fields of ``width`` bits from ``count`` bytes: for each run of bytes, all fields at the first shift, then the
+    next."""
     at, shift = np.broadcast_arrays(
         (first + np.arange(count)).reshape(-1, 1, run), np.array(shifts, np.uint8).reshape(1, -1, 1)
     )
@@ -122,23 +118,23 @@ def _run(first: int, count: int, run: int, shifts: Sequence[int], width: int, up
 
 
 def _beside(*parts: Bits) -> Bits:
-    """The fields of the first part, then of the next."""
-    at, shift, mask = (np.concatenate([getattr(it, name) for it in parts]) for name in ("at", "shift", "mask"))
+    """The fields of all parts, in order."""
+    at, shift, mask = (np.concatenate([getattr(part, name) for part in parts]) for name in ("at", "shift", "mask"))
     return Bits(at, shift, mask, parts[0].up)
 
 
 def _codes(middle: int, *bits: Bits) -> Numbers:
-    width = max(it.up + int(it.mask[0]).bit_length() for it in bits)
+    width = max(field.up + int(field.mask[0]).bit_length() for field in bits)
     return Numbers(bits, (np.arange(1 << width) - middle).astype(np.int8))
 
 
 def _scales(half: int, *bits: Bits, middle: int = 0, sign: int = 1) -> Numbers:
-    """Integers of 8 bits at most, less ``middle``, times a float16; with no bits the float16."""
+    """Integers of at most 8 bits, less ``middle``, times a float16; without bits only the float16."""
     return Numbers(bits, (np.arange(256, dtype=np.float32) - middle) * sign, half)
 
 
 def _small(size: int, bits: int, codes: Numbers, middle: int | None = None) -> Layout:
-    """Blocks with a scale in float16, and with ``middle`` a minimum behind it."""
+    """Blocks with a float16 scale, and with ``middle`` a minimum after it."""
     minima = None if middle is None else _scales(2)
     return Layout(size, bits, codes, _scales(0), minima, middle or 0)
 
@@ -147,7 +143,7 @@ def _five_bits(middle: int, high: int) -> Numbers:
     return _codes(middle, _run(high + 4, 16, 16, NIBBLES, 4), _run(high, 4, 1, BITS, 1, up=4))
 
 
-# Eight scales and minima of 6 bits; the upper bits of the last four lie above the first eight.
+# Eight scales and minima of 6 bits; the upper bits of the last four are in the first eight bytes.
 _K_HIGH = {
     at: Bits(np.arange(at - 4, at + 4), np.full(8, 6, np.uint8), np.array([0] * 4 + [3] * 4, np.uint8), 4)
     for at in (4, 8)
@@ -193,7 +189,7 @@ LAYOUTS: dict[str, Layout] = {
         Numbers((_run(8, 128, 16, NIBBLES, 4),), _IQ4),
         _scales(0, _run(4, 4, 1, NIBBLES, 4), _run(2, 2, 1, CRUMBS, 2, up=4), middle=32),
     ),
-    # The table holds doubled values, and a scale half of 2^(e - 127).
+    # The table holds doubled values, with scales of half of 2^(e - 127).
     "MXFP4": Layout(
         17,
         8,

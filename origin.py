@@ -1,4 +1,4 @@
-"""Files of a checkpoint or an export: taken from their own folder only, and known again after they were exported."""
+"""Files of a checkpoint or an export: find only its own files, and detect whether its weights have changed."""
 
 import hashlib
 import os
@@ -11,41 +11,40 @@ from llmc.bundle import CONFIG_FILE, MADE_FILE, TOKENIZER_FILES, ExportManifest,
 from llmc.errors import CheckpointError
 from llmc.strict import MOST_JSON, open_regular, parse_json, read_bytes
 
-# Of each of three places of every tensor, for the fingerprint: a page costs no more to read than a byte.
+# Bytes of each of three samples of every tensor for the fingerprint: reading a page costs no more than a byte.
 SAMPLED_BYTES = 4096
-# Parts of a file whose tensors are not known here, each of which is sampled like a tensor.
+# Parts of a file with unknown tensors; each is sampled like a tensor.
 SAMPLED_PARTS = 1024
-# Of a header: the limit of the safetensors library.
+# Bytes of a header: the limit of the safetensors library.
 MOST_HEADER = 100_000_000
 
 
 def find_own_file(folder: Path, name: str) -> Path | None:
-    """The regular file ``name`` of a checkpoint or an export, or None where it has none.
+    """The regular file ``name`` of a checkpoint or an export, or None if it has none.
 
-    What lies elsewhere is none of theirs, and might be somebody's key: a link is followed as far as it stays in the
-    folder or, in Hugging Face's cache, which keeps the files of ``models--*/snapshots/*`` as links to its ``blobs``,
-    in the folder of the model.
+    A file elsewhere does not belong to it, and might be a private key: a link is only followed within the folder or, in
+    Hugging Face's cache, where the files of ``models--*/snapshots/*`` link to ``blobs``, within the model's folder.
 
     Raises:
-        CheckpointError: a link leads out of the folder or nowhere, or something else than a regular file is there.
+        CheckpointError: a link leads out of the folder or nowhere, or the file is not regular.
     """
     path = folder / name
     try:
-        found = path.resolve(strict=True)
+        resolved = path.resolve(strict=True)
     except FileNotFoundError:
         if not path.is_symlink():
             return None
-        raise CheckpointError(f"{path} is a link to nowhere; put the file itself there, or remove the link") from None
-    except (OSError, RuntimeError) as error:  # a loop of links is the one or the other
+        raise CheckpointError(f"{path} is a broken link; put the file itself there, or remove the link") from None
+    except (OSError, RuntimeError) as error:  # a loop of links raises either
         raise CheckpointError(f"{path} cannot be followed ({error}); put the file itself there") from error
-    if not found.is_relative_to(_home(folder.resolve())):
+    if not resolved.is_relative_to(_home(folder.resolve())):
         raise CheckpointError(
-            f"{path} is a link to {found}, out of its folder, and may be there to get a copy of somebody's file; if it "
-            "belongs to the model, put the file itself there"
+            f"{path} is a link to {resolved}, outside its folder, which could expose a private file; if it belongs to "
+            "the model, put the file itself there"
         )
-    if not found.is_file():
-        raise CheckpointError(f"{path} is no regular file; put the file itself there, or remove it")
-    return found
+    if not resolved.is_file():
+        raise CheckpointError(f"{path} is not a regular file; put the file itself there, or remove it")
+    return resolved
 
 
 def _home(folder: Path) -> Path:
@@ -56,18 +55,18 @@ def _home(folder: Path) -> Path:
 
 
 def copy_own(source: Path, names: Iterable[str], target: Path) -> int:
-    """Copy those of the files that ``source`` has into the folder ``target``; return how many bytes they have.
-    Raises CheckpointError: see :func:`find_own_file`; OSError: one cannot be read or written."""
+    """Copy the named files that ``source`` has into the folder ``target``; return the number of bytes.
+    Raises CheckpointError: see :func:`find_own_file`; OSError: a file cannot be read or written."""
     count = 0
     for name in names:
-        if found := find_own_file(source, name):
-            shutil.copyfile(found, target / name)
-            count += found.stat().st_size
+        if file := find_own_file(source, name):
+            shutil.copyfile(file, target / name)
+            count += file.stat().st_size
     return count
 
 
 def copy_tokenizer(source: Path, target: Path) -> int:
-    """:func:`copy_own` of whatever the runtime may need to speak the model's language."""
+    """:func:`copy_own` the tokenizer files that the runtime may need."""
     return copy_own(source, TOKENIZER_FILES, target)
 
 
@@ -75,16 +74,16 @@ def copy_tokenizer(source: Path, target: Path) -> int:
 
 
 def fingerprint(config: bytes, shards: Iterable[Path], adapters: tuple[MergedAdapter, ...] = ()) -> str:
-    """A hash of ``config.json``, of merged adapters, and of the header, the size and samples of every tensor of each
-    safetensors file.
+    """A hash of ``config.json``, of merged adapters, and of each safetensors file: header, size, samples of every
+    tensor.
 
-    A GGUF file is taken for 1024 tensors of one size. Of a tensor it reads 4 KiB at the beginning, in the middle and at
-    the end: milliseconds for a small model, and no more for larger weights. It sees a model that was trained on; a
-    change between the samples it does not see.
+    A GGUF file counts as 1024 tensors of equal size. 4 KiB are read at the beginning, in the middle and at the end of a
+    tensor: this takes milliseconds, whatever the size of the weights. Training changes the hash; a change between the
+    samples does not.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: one has no sound header.
+        ValueError: a file has no valid header.
     """
     digest = hashlib.sha256(config)
     for adapter in adapters:
@@ -103,7 +102,7 @@ def fingerprint(config: bytes, shards: Iterable[Path], adapters: tuple[MergedAda
 
 
 def _places(file: BinaryIO) -> tuple[bytes, list[tuple[int, int]]]:
-    """The header of a safetensors file, and offset and length of each tensor in the header's order."""
+    """The header of a safetensors file, and each tensor's offset and length in the header's order."""
     length = int.from_bytes(file.read(8), "little")
     if length > MOST_HEADER:
         raise ValueError("its header is too long")
@@ -128,21 +127,21 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_unchanged(folder: Path, manifest: ExportManifest) -> None:
-    """Refuse an export whose weights somebody overwrote: as hard links they are the checkpoint's own.
+    """Refuse an export whose weights were overwritten: hard links share them with the checkpoint.
 
-    Weights that are a copy, which nobody else has a name for, are not read.
+    Weights that are copies, without another name, are not read.
 
     Raises:
-        CheckpointError: the fingerprint is another one, or cannot be computed.
+        CheckpointError: the fingerprint differs, or cannot be computed.
     """
     shards = [path for path in weight_files(folder) if path.name != MADE_FILE]
     try:
         if all(path.stat().st_nlink == 1 for path in shards):
             return
-        found = fingerprint(read_bytes(folder / CONFIG_FILE, MOST_JSON), shards, manifest.source.adapters)
+        current = fingerprint(read_bytes(folder / CONFIG_FILE, MOST_JSON), shards, manifest.source.adapters)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: its weights cannot be read ({error}); export the checkpoint again") from error
-    if found != manifest.source.fingerprint:
+    if current != manifest.source.fingerprint:
         raise CheckpointError(
             f"{folder}: its weights, which it shares with the checkpoint by hard links, were overwritten after the "
             "export; export the checkpoint again"

@@ -1,7 +1,7 @@
-"""Atomic publishing of folders: written beside their place, synced, and renamed into it, whole or not at all.
+"""Publish folders atomically: write beside the target, sync, then rename, so that the target is complete or absent.
 
-An unfinished folder lies in a hidden work folder beside the target, ``.NAME.NUMBER.work``. Its lock ends with the
-process that holds it, so the next process can tell leftovers of a killed one from work in progress.
+An unfinished folder is in a hidden work folder beside the target, ``.NAME.NUMBER.work``. Its lock ends with its
+process, so the next process can tell leftovers of a killed one from work in progress.
 """
 
 import errno
@@ -18,12 +18,12 @@ from typing import BinaryIO
 from llmc.bundle import BUNDLE_MANIFEST, EXPORT_MANIFEST, STAGE_FOLDER, FileEntry, sha256_file
 from llmc.errors import ResourceError, UsageError
 
-# What a folder of llmc's may hold; anything else in it is somebody's own.
+# Suffixes of the files in llmc's folders; other files belong to the user.
 OUR_SUFFIXES = (".json", ".onnx", ".bin", ".plan", ".safetensors", ".gguf", ".jinja")
 FULL = (errno.ENOSPC, errno.EDQUOT)
-# Errors of a step whose folder appeared or vanished since the step before.
+# Errors of a step if its folder appeared or vanished since the step before.
 OVERTAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
-# In a work folder: its lock, the folder that is being written, and the one that it replaces.
+# Contents of a work folder: its lock, the new folder, and the folder that it replaces.
 LOCK, NEW, OLD = "lock", "new", "old"
 
 
@@ -33,11 +33,11 @@ def file_entries(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
 
 
 def link(path: Path, target: Path, copy: bool = False) -> int:
-    """Hard-link a file, or copy it where ``copy`` asks for it or a link is impossible (another file system); return the
-    bytes copied."""
+    """Hard-link a file, or copy it if ``copy`` is True or a link is impossible (another file system); return the number
+    of bytes copied."""
     if not copy:
         with suppress(OSError):
-            os.link(path.resolve(), target)  # resolved: in Hugging Face's cache, files are symbolic links
+            os.link(path.resolve(), target)  # resolved: files in Hugging Face's cache are symbolic links
             return 0
     shutil.copyfile(path, target)
     return path.stat().st_size
@@ -45,67 +45,67 @@ def link(path: Path, target: Path, copy: bool = False) -> int:
 
 @contextmanager
 def work_folder(target: Path) -> Iterator[Path]:
-    """Give an empty folder, hidden beside ``target``, and remove it when the block ends, however it ends.
+    """Yield an empty hidden folder beside ``target``; remove it when the block ends, whatever happens.
 
-    First it removes leftovers of killed processes; a folder that one of them had set aside comes back where it was.
-    Work of living processes is known by its lock. Some network file systems have no locks: there nothing is removed.
-    Missing parents of ``target`` are made, and removed again if they are empty in the end.
+    First remove leftovers of killed processes; a folder that one of them had set aside is put back. Locks show the work
+    of living processes; on network file systems without locks nothing is removed. Missing parents of ``target`` are
+    created, and removed if they are empty in the end.
 
     Raises:
-        UsageError: nothing can be written there.
+        UsageError: the folder cannot be written.
         ResourceError: the disk is full.
     """
-    place = Path(os.path.realpath(target))  # through a link: beside what it points to
-    _recover(place)
-    made = [parent for parent in place.parents if not parent.exists()]
-    folder, lock = place.parent / f".{place.name}.{secrets.token_hex(8)}.work", None
+    target_path = Path(os.path.realpath(target))  # for a link: beside its target
+    _recover(target_path)
+    created = [parent for parent in target_path.parents if not parent.exists()]
+    folder, lock = target_path.parent / f".{target_path.name}.{secrets.token_hex(8)}.work", None
     try:
         with _translate_errors(target):
             folder.mkdir(parents=True)
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
             lock_file(lock)
-            (folder / NEW).mkdir()  # made last: others remove no folder without it
+            (folder / NEW).mkdir()  # last: other processes remove no work folder without it
         yield folder / NEW
     finally:
-        _leave(folder, place, lock)
+        _leave(folder, target_path, lock)
         with suppress(OSError):
-            for parent in made:  # goes as far up as they are empty
+            for parent in created:  # stops at the first one that is not empty
                 parent.rmdir()
 
 
 @contextmanager
 def stage_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
-    """Give an empty folder to write into, and publish it as ``target`` when the block ends without an error.
+    """Yield an empty folder to write into; publish it as ``target`` when the block ends without an error.
 
-    The folder lies in a :func:`work_folder`. On any error, Ctrl-C included, it is removed and the target
-    is untouched. With ``force`` an existing target is replaced, and only at the end.
+    The folder is in a :func:`work_folder`. On any error, Ctrl-C included, it is removed and the target is untouched.
+    With ``force`` an existing target is replaced, at the very end.
 
     Raises:
-        UsageError: the target exists and ``force`` is false, or is no folder of llmc's, or cannot be written.
+        UsageError: the target exists and ``force`` is false, or is not a folder of llmc's, or cannot be written.
         ResourceError: the disk is full.
     """
-    place = Path(os.path.realpath(target))
-    _recover(place)
+    target_path = Path(os.path.realpath(target))
+    _recover(target_path)
     refuse_to_overwrite(target, force)
     with work_folder(target) as staging:
         try:
             yield staging
-        except OSError as error:  # an error of the caller's block; only a full disk is translated
+        except OSError as error:  # raised in the caller's block; only a full disk is translated
             if error.errno in FULL:
                 raise _full(target) from error
             raise
         with _translate_errors(target):
             sync_all(staging)
             refuse_to_overwrite(target, force)  # it may have appeared meanwhile
-            _swap(staging, place, target)
+            _swap(staging, target_path, target)
 
 
 @contextmanager
 def replace_file(path: Path, prefix: str, *, synced: bool = True) -> Iterator[BinaryIO]:
-    """Give a file to write, which takes the place of ``path`` when the block ends without an error.
+    """Yield a file to write; it replaces ``path`` when the block ends without an error.
 
-    Until then it lies beside it under a name that begins with ``prefix``. Only its owner may read it. An OSError leaves
-    nothing behind.
+    Until then it is in the same folder, with a name that begins with ``prefix``. Only its owner may read it. It is
+    removed after an OSError.
     """
     descriptor, staging = tempfile.mkstemp(prefix=prefix, dir=path.parent)
     try:
@@ -125,11 +125,11 @@ def replace_file(path: Path, prefix: str, *, synced: bool = True) -> Iterator[Bi
 
 def refuse_to_overwrite(target: Path, force: bool) -> None:
     """Check before any work that :func:`stage_folder` may publish to ``target``. Raises UsageError: the target exists
-    and ``force`` is false, or is no folder of llmc's, or has a name for no folder."""
+    and ``force`` is false, or is not a folder of llmc's, or its name is not valid for a folder."""
     refuse_bytes(target)
     if os.path.islink(os.path.realpath(target)):
         raise UsageError(
-            "output", f"{target} is a link to itself, perhaps by way of others", "choose another output folder"
+            "output", f"{target} is a link to itself, directly or through others", "choose another output folder"
         )
     with _translate_errors(target):
         if not target.exists():
@@ -143,7 +143,7 @@ def refuse_to_overwrite(target: Path, force: bool) -> None:
             raise UsageError(
                 "output", f"{target} is not llmc's, so --force does not replace it", "choose another output folder"
             )
-        # A checkpoint or notes that somebody keeps in there would go with the old folder.
+        # A user's checkpoint or notes in the old folder would be deleted with it.
         stages = {path.parent.name for path in target.glob(f"{STAGE_FOLDER.format('*')}/{BUNDLE_MANIFEST}")}
         others = {path.name for path in target.iterdir() if path.is_dir() or path.suffix not in OUR_SUFFIXES} - stages
         if others:
@@ -155,8 +155,8 @@ def refuse_to_overwrite(target: Path, force: bool) -> None:
 
 
 def refuse_bytes(path: Path) -> None:
-    """Refuse a path, as it is after links, that is not UTF-8: engines open files by names in UTF-8 only.
-    Raises UsageError: with its bytes as escapes."""
+    """Refuse a path, after links, that is not UTF-8: engines open files only by UTF-8 names.
+    Raises UsageError: showing its bytes as escapes."""
     try:
         os.path.realpath(path).encode("utf-8")
     except UnicodeEncodeError as error:
@@ -180,9 +180,9 @@ def _full(target: Path) -> ResourceError:
 
 
 def lock_file(descriptor: int, *, shared: bool = False) -> bool | None:
-    """Lock the file until it is closed; tells if that worked, None where file system or platform has no locks.
+    """Lock the file until it is closed; True if that worked, None if the file system or platform has no locks.
 
-    A shared lock waits: the exclusive one is held only for a moment, to see whether this one exists.
+    A shared lock waits: an exclusive one is only held briefly, to test for a lock.
     """
     try:
         import fcntl  # not on Windows
@@ -195,47 +195,47 @@ def lock_file(descriptor: int, *, shared: bool = False) -> bool | None:
         return None
 
 
-def _recover(place: Path) -> None:
-    """Clear away what killed processes left beside ``place``; a folder they had set aside comes back where it was."""
-    names = re.compile(re.escape(f".{place.name}.") + r"[0-9a-f]{16}\.work")
-    with suppress(OSError):  # there is no parent, or nobody may look into it
-        for folder in place.parent.iterdir():
+def _recover(target_path: Path) -> None:
+    """Remove leftovers of killed processes beside ``target_path``; put back a folder that one of them had set aside."""
+    names = re.compile(re.escape(f".{target_path.name}.") + r"[0-9a-f]{16}\.work")
+    with suppress(OSError):  # the parent is missing or cannot be read
+        for folder in target_path.parent.iterdir():
             if names.fullmatch(folder.name):
-                _clear(folder, place)
+                _clear(folder, target_path)
 
 
-def _clear(folder: Path, place: Path) -> None:
-    """Remove a work folder, unless it is locked or will be at once, or holds other files."""
+def _clear(folder: Path, target_path: Path) -> None:
+    """Remove a work folder, unless it is locked, or about to be, or holds other files."""
     with suppress(OSError):
         if folder.is_symlink() or not {LOCK} < set(os.listdir(folder)) <= {LOCK, NEW, OLD}:
             return
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
         try:
             if lock_file(lock):
-                _remove(folder, place)
+                _remove(folder, target_path)
         finally:
             os.close(lock)
 
 
-def _leave(folder: Path, place: Path, lock: int | None) -> None:
+def _leave(folder: Path, target_path: Path, lock: int | None) -> None:
     """Remove our own work folder and release its lock, even if interrupted once."""
     try:
         with suppress(OSError):
             try:
-                _remove(folder, place)
+                _remove(folder, target_path)
             except KeyboardInterrupt:
-                _remove(folder, place)
+                _remove(folder, target_path)
                 raise
     finally:
         if lock is not None:
             os.close(lock)
 
 
-def _remove(folder: Path, place: Path) -> None:
-    """Remove a work folder, but first bring back the folder it set aside if the new one was never published."""
+def _remove(folder: Path, target_path: Path) -> None:
+    """Remove a work folder; first put back the folder it set aside, if the new one was never published."""
     new, old = folder / NEW, folder / OLD
-    if new.exists() and old.exists() and not place.exists():
-        old.rename(place)
+    if new.exists() and old.exists() and not target_path.exists():
+        old.rename(target_path)
     for left in (new, old):
         if left.exists():
             shutil.rmtree(left)
@@ -253,19 +253,19 @@ def sync(path: Path) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """:func:`sync` a folder and all that is in it."""
+    """:func:`sync` a folder and everything in it."""
     for path in [*folder.rglob("*"), folder]:
         sync(path)
 
 
-def _swap(staging: Path, place: Path, target: Path) -> None:
-    """Rename ``staging`` to the target, after setting aside what is there."""
+def _swap(staging: Path, target_path: Path, target: Path) -> None:
+    """Set an existing target aside, and rename ``staging`` to the target."""
     try:
-        if place.exists():
-            place.rename(staging.with_name(OLD))
-        staging.rename(place)
+        if target_path.exists():
+            target_path.rename(staging.with_name(OLD))
+        staging.rename(target_path)
     except OSError as error:
         if error.errno not in OVERTAKEN:
             raise
         raise UsageError("output", f"{target} was written by another process at the same time", "run again") from error
-    sync(place.parent)
+    sync(target_path.parent)

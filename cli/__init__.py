@@ -1,1 +1,1 @@
-"""The command line: one module per verb; each parses, makes one library call and prints."""
+"""The command line: one module per verb; each parses its arguments, makes one library call and prints."""

@@ -1,4 +1,4 @@
-"""``python -m llmc.cli`` for where the command is not on the path."""
+"""``python -m llmc.cli``, for an environment without the command on its path."""
 
 from llmc.cli.main import main
 

@@ -1,4 +1,4 @@
-"""``llmc adapter``: adapters that are loaded beside a bundle's model."""
+"""``llmc adapter``: LoRA adapters for a bundle."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def add_command(bundle: Path, folder: Path, name: str) -> None:
     require("onnx_ir", "export")
     from llmc.export.adapters import add_adapter
 
-    place, notes = add_adapter(bundle, folder, name)
+    target, notes = add_adapter(bundle, folder, name)
     for note in notes:
         click.echo(f"note: {note}")
-    click.echo(f"wrote {place}")
+    click.echo(f"wrote {target}")

@@ -43,7 +43,7 @@ def bench_command(bundle: Path, verify: bool | None, as_json: bool, **options: A
 
 
 def benchmark_rows(report: BenchmarkReport) -> list[tuple[str, str]]:
-    """Latencies, speeds, memory, and how close decoding comes to reading the weights as fast as memory can."""
+    """Latencies, speeds, memory, and how close decoding comes to the memory's bandwidth."""
     engine = f"{report.engine} {report.engine_version}"
     return [
         ("bundle", f"{report.bundle} ({report.model}, {report.precision})"),
@@ -62,7 +62,7 @@ def benchmark_rows(report: BenchmarkReport) -> list[tuple[str, str]]:
 
 
 def bandwidth_rows(report: BenchmarkReport) -> list[tuple[str, str]]:
-    """The bandwidth of the memory that weights are read from, and decoding's share of it."""
+    """The bandwidth of the memory that holds the weights, and decoding's share of it."""
     bandwidth = report.read_bandwidth or report.copy_bandwidth
     name = "memory bandwidth" if report.read_bandwidth else "GPU copy bandwidth"
     if bandwidth is None or report.roofline_fraction is None:
@@ -71,5 +71,5 @@ def bandwidth_rows(report: BenchmarkReport) -> list[tuple[str, str]]:
 
 
 def milliseconds(seconds: float) -> str:
-    """Two digits after the point: 0.0123 -> 12.30 ms."""
+    """Milliseconds with two decimal places: 0.0123 -> 12.30 ms."""
     return f"{seconds * 1000:.2f} ms"

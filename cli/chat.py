@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from llmc.runtime import GenerationResult, Generator
     from llmc.runtime.api.chat import ChatHandle
 
-COMMANDS = {  # with the names of their arguments
+COMMANDS = {  # name: (arguments, meaning)
     "/system": ("TEXT", "tell the model this before everything else; without TEXT, nothing"),
     "/image": ("FILE", "put a PNG, JPEG or WebP before the next question"),
     "/save": ("FILE", "write the conversation"),
@@ -40,7 +40,7 @@ COMMANDS = {  # with the names of their arguments
     "/help": ("", "show this list"),
     "/exit": ("", "leave, as /quit and Ctrl-D do; the conversation is kept"),
 }
-LAST = "last-chat.json"  # the conversation that was left last
+LAST = "last-chat.json"  # the latest conversation
 LEAVING = ("/exit", "/quit")
 
 
@@ -95,7 +95,7 @@ def converse(
 
 
 def refuse_without_template(model: Generator) -> None:
-    """Refuse to answer messages with a model that only completes text."""
+    """Refuse a model without a chat template, which can only complete text."""
     try:
         _ = model.chat_template
     except RequestError as error:
@@ -103,7 +103,7 @@ def refuse_without_template(model: Generator) -> None:
 
 
 def with_images(text: str, images: Sequence[Path]) -> Any:
-    """The content of a message: text, or parts where there are images before it."""
+    """The content of a message: text, or a list of parts if there are images before it."""
     if not images:
         return text
     return [*({"type": "image", "image": str(image)} for image in images), {"type": "text", "text": text}]
@@ -113,13 +113,13 @@ def with_images(text: str, images: Sequence[Path]) -> Any:
 
 
 class Conversation:
-    """Messages so far, and what a line does to them."""
+    """The messages so far; each line of input answers a question or changes them."""
 
     def __init__(
         self, model: Generator, sampling: dict[str, Any], stats: bool, interactive: bool, keys: Interrupts
     ) -> None:
         self.messages: list[Message] = []
-        self._images: list[Path] = []  # before the next question
+        self._images: list[Path] = []  # images for the next question
         self._model = model
         self._sampling = sampling
         self._stats = stats
@@ -138,7 +138,7 @@ class Conversation:
         }
 
     def take(self, line: str) -> bool:
-        """Answer a line or obey it; false where it says to leave."""
+        """Answer a line or obey its command; False to leave."""
         if line.strip() in LEAVING:
             return False
         is_command = line.startswith("/") and not line.startswith("//") and "\n" not in line
@@ -148,14 +148,14 @@ class Conversation:
             elif line.strip():
                 self.answer(line[1:] if line.startswith("//") else line)
         except LlmcError as error:
-            # Parameters that cannot be will not become better with the next line.
+            # Wrong parameters would fail again on the next line of a pipe.
             if not self._interactive or (isinstance(error, UsageError) and not is_command):
                 raise
             click.echo(f"error: {error}", err=True)
         return True
 
     def obey(self, line: str) -> None:
-        """Do what a line with a slash says."""
+        """Run the command in a line that begins with a slash."""
         name, _, argument = line.strip().partition(" ")
         if name[1:].replace("-", "_") in SAMPLING_NAMES:
             name, argument = "/set", f"{name[1:]} {argument}"
@@ -166,7 +166,7 @@ class Conversation:
         self._commands[name](argument.strip())
 
     def answer(self, text: str) -> None:
-        """Say ``text`` and print the answer; one that was stopped counts as far as it came."""
+        """Ask ``text`` and print the answer; if it is stopped, keep the part that came."""
         self.messages.append({"role": "user", "content": with_images(text, self._images)})
         self._images = []
         parts: list[str] = []
@@ -195,16 +195,16 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": "".join(parts)})
 
     def _full(self) -> str | None:
-        """Advice for a conversation that does not fit into the context; None for one that does."""
+        """Advice if the conversation does not fit into the context; None if it fits."""
         with suppress(LlmcError):
-            held = len(self._model.chat_tokens(self.messages, on_overflow="truncate_left"))
+            count = len(self._model.chat_tokens(self.messages, on_overflow="truncate_left"))
             new, room = self._sampling.get("max_tokens", 1), self._model.engine.max_context
-            if held + new > room:
-                asked = f" and --max-tokens asks for {new} more" if new > 1 else ""
+            if count + new > room:
+                requested = f" and --max-tokens asks for {new} more" if new > 1 else ""
                 before = any(message["role"] == "assistant" for message in self.messages)
                 keep = "/clear forgets what was said; to keep it, /save FILE and start again with --load FILE and"
                 return (
-                    f"the conversation has {held} tokens{asked}, the context holds {room}: "
+                    f"the conversation has {count} tokens{requested}, the context holds {room}: "
                     f"{keep if before else 'say less at once, or start again with'} --on-overflow sink or "
                     "truncate_left, which leave old text out, or with a bundle that was built with a larger "
                     "--max-context if the model allows it"
@@ -221,7 +221,7 @@ class Conversation:
                 click.echo()
 
     def _pieces(self, handle: ChatHandle) -> Iterator[str]:
-        """The answer as it comes; a person sees the reasoning, dim, before it."""
+        """The answer as it comes; on a terminal the reasoning comes first, dim."""
         thought = False
         for delta in handle.deltas():
             if delta.reasoning and self._interactive:
@@ -283,8 +283,8 @@ class Conversation:
             click.echo("no answer yet", err=True)
             return
         click.echo(describe(self._last), err=True)
-        held, room = self._last.usage.total_tokens, self._model.engine.max_context
-        click.echo(f"context: {held} of {room} tokens; messages: {len(self.messages)}", err=True)
+        used, room = self._last.usage.total_tokens, self._model.engine.max_context
+        click.echo(f"context: {used} of {room} tokens; messages: {len(self.messages)}", err=True)
         counted = self._model.engine.metrics.snapshot()
         cached = f"{counted.prefix_hit_tokens} of {counted.prompt_tokens} tokens of prompts were cached"
         click.echo(f"all answers: {counted.output_tokens} tokens; {cached}", err=True)

@@ -1,4 +1,4 @@
-"""``llmc doctor``: this machine, and each target on it."""
+"""``llmc doctor``: report on this machine, and on each target."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def diagnosis_rows(diagnosis: Diagnosis, bundle: Path | None) -> Iterator[tuple[
     for name, outlook in diagnosis.targets.items():
         yield f"target {name}", outlook.state
         if outlook.run == outlook.build:
-            yield "", f"run and build: {outlook.run.said}"
+            yield "", f"run and build: {outlook.run.message}"
             continue
-        yield "", f"run: {outlook.run.said}"
-        yield "", f"build: {outlook.build.said}"
+        yield "", f"run: {outlook.run.message}"
+        yield "", f"build: {outlook.build.message}"
     if diagnosis.bundle is not None:
         yield "bundle", f"{bundle} {'runs here' if diagnosis.bundle.works else 'does not run here'}"
-        yield "", diagnosis.bundle.said
+        yield "", diagnosis.bundle.message
 
 
 def driver_words(driver: Driver) -> str:

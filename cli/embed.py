@@ -61,8 +61,8 @@ def rank_command(
     from llmc.runtime import Embedder, load
 
     with load(bundle, kind=Embedder, threads=threads, memory=memory) as model:
-        given = read_texts(documents, bundle)
-        scores = model.rank(query, given, **options)
-    for place in sorted(range(len(given)), key=lambda place: -scores[place]):
-        line = {"score": float(str(scores[place])), "document": given[place]}
+        candidates = read_texts(documents, bundle)
+        scores = model.rank(query, candidates, **options)
+    for index in sorted(range(len(candidates)), key=lambda index: -scores[index]):
+        line = {"score": float(str(scores[index])), "document": candidates[index]}
         click.echo(escape_line_ends(json.dumps(line, ensure_ascii=False)))

@@ -1,4 +1,4 @@
-"""``llmc eval``: how good a bundle is on a text."""
+"""``llmc eval``: measure a bundle's quality on a text."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def eval_command(
     with show.progress() as progress:
         with load(bundle, **options) as model:
             windows = read_windows(text, model, window, MAX_WINDOWS if max_windows is None else max_windows)
-            found = evaluate(model, windows, reference=reference, progress=progress)
+            quality = evaluate(model, windows, reference=reference, progress=progress)
             manifest = model.manifest
         errors: tuple[LayerError, ...] = ()
         if layers and reference is not None:
@@ -80,10 +80,10 @@ def eval_command(
     if text is None:
         click.echo("no --text was given: this is llmc's own text, not yours", err=True)
     if as_json:
-        # The figures of the worse path at the top, those of each path below ``phases``.
-        show.print_json({"bundle": bundle, **show.as_dict(found), "layers": errors})
+        # The worse path's figures are at the top, each path's below ``phases``.
+        show.print_json({"bundle": bundle, **show.as_dict(quality), "layers": errors})
     else:
-        print_report(bundle, found, errors)
+        print_report(bundle, quality, errors)
 
 
 def print_report(bundle: Path, quality: Quality, errors: tuple[LayerError, ...]) -> None:

@@ -65,7 +65,7 @@ def export_command(
         report = export(
             checkpoint,
             output,
-            adapters=[split_adapter(it) for it in adapters],
+            adapters=[split_adapter(adapter) for adapter in adapters],
             text_only=text_only,
             of=of,
             copy=copy,
@@ -79,7 +79,7 @@ def export_command(
 
 
 def split_adapter(text: str) -> tuple[Path, float]:
-    """``FOLDER:SCALE`` or ``FOLDER``, whose name may have a colon, too."""
+    """Split ``FOLDER:SCALE`` or ``FOLDER``; the folder's name may contain a colon, too."""
     folder, _, scale = text.rpartition(":")
     try:
         return (Path(text), 1.0) if not folder or Path(text).exists() else (Path(folder), float(scale))
@@ -88,7 +88,7 @@ def split_adapter(text: str) -> tuple[Path, float]:
 
 
 def print_report(report: ExportReport) -> None:
-    """The model, each file with its size, and the bytes that are new on disk."""
+    """Print the model, each file with its size, and the bytes that are new on disk."""
     source, geometry = report.source, report.geometry
     show.print_rows(
         [

@@ -1,4 +1,4 @@
-"""``llmc inspect``: what is in a folder."""
+"""``llmc inspect``: show what a folder holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llmc.cli.summary import Memory, StageSummary, Summary
 
 
-NO_VERSION = "none"  # of a library that did not build an engine yet
+NO_VERSION = "none"  # version of a library that has not built the engine yet
 NOT_BUILT = "none yet: llmc build --rebuild makes it on the machine that is to run it"
 VERIFIED = {
     "device": "on the GPU that it was built on",
@@ -69,7 +69,7 @@ def print_summary(summary: Summary) -> None:
 
 
 def adapter_rows(source: Source) -> list[tuple[str, str]]:
-    return [("adapter", f"{it.name}, {it.scale:g} times") for it in source.adapters]
+    return [("adapter", f"{adapter.name}, {adapter.scale:g} times") for adapter in source.adapters]
 
 
 def disk_row(parts: Mapping[str, int]) -> str:
@@ -88,14 +88,22 @@ def stage_row(stage: StageSummary) -> tuple[str, str]:
 
 def geometry_rows(geometry: Geometry) -> list[tuple[str, str]]:
     inner = by_layers([f"inner size {mlp.inner}" for mlp in geometry.mlps]) or "no MLPs"
-    chosen = [f"{it.chosen} of {it.count} for each token, inner size {it.inner}" for it in geometry.mixtures]
+    chosen = [
+        f"{mixture.chosen} of {mixture.count} for each token, inner size {mixture.inner}"
+        for mixture in geometry.mixtures
+    ]
     states = [
-        f"{it.rule} of {' and '.join('x'.join(map(str, each)) for each in it.state_shapes)} values"
-        for it in geometry.recurrents
+        f"{mixture.rule} of {' and '.join('x'.join(map(str, each)) for each in mixture.state_shapes)} values"
+        for mixture in geometry.recurrents
     ]
     tables = [f"{geometry.vocab_size} rows of {geometry.layers} x {geometry.per_layer}"] if geometry.per_layer else []
-    shapes = [f"{it.heads} heads of {it.head_dim}, {it.kv_heads} for keys and values" for it in geometry.attentions]
-    reach = [f"the last {it.window} positions" if it.window else "all positions" for it in geometry.attentions]
+    shapes = [
+        f"{mixture.heads} heads of {mixture.head_dim}, {mixture.kv_heads} for keys and values"
+        for mixture in geometry.attentions
+    ]
+    reach = [
+        f"the last {mixture.window} positions" if mixture.window else "all positions" for mixture in geometry.attentions
+    ]
     head = f", head {'tied to' if geometry.tied_head else 'apart from'} the embedding"
     end = [] if geometry.encoder is None else [("result", result_of(geometry.encoder))]
     return [
@@ -125,15 +133,19 @@ def by_layers(values: Sequence[str]) -> str:
 
 
 def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
-    target, it, own = manifest.target, manifest.stage, manifest.list_layers()
-    name = f"{it.number}{', the last' if it.is_last else ''}"  # numbers begin with 0
+    target, stage, layers = manifest.target, manifest.stage, manifest.list_layers()
+    name = f"{stage.number}{', the last' if stage.is_last else ''}"  # numbers begin with 0
     return [
         ("target", f"{target.name}, {engine_of(target)}"),
         *(engine_rows(manifest.engine) if manifest.engine else []),
         ("recipe", show.recipe(manifest.recipe)),
         *prompt_rows(manifest),
         *show.calibration_rows(manifest.recipe),
-        *([("stage", f"{name} of {len(it.borders)}: layers {own[0]} to {own[-1]}")] if it.borders[1:] else []),
+        *(
+            [("stage", f"{name} of {len(stage.borders)}: layers {layers[0]} to {layers[-1]}")]
+            if stage.borders[1:]
+            else []
+        ),
         ("limits", limits_of(manifest)),
         *show.quality_rows(manifest.quality),
         *_image_rows(manifest),
@@ -141,7 +153,7 @@ def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _image_rows(manifest: Manifest) -> list[tuple[str, str]]:
-    """The tokens of images and what their tower is worth; of a model that embeds the distance of its vectors."""
+    """The number of tokens per image, and the tower's quality: for an encoder, the distance of its vectors."""
     vision = manifest.geometry.vision
     if vision is None:
         return show.similarity_rows(manifest.similarity)
@@ -151,12 +163,12 @@ def _image_rows(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def prompt_rows(manifest: Manifest) -> list[tuple[str, str]]:
-    """The row that says what keeps outliers away where activations of prompts are rounded token by token."""
+    """How the build reduces outliers, if activations of prompts are rounded token by token."""
     recipe = manifest.recipe
     if recipe.activations != "per-token":
         return []
-    found = f"smoothed by {recipe.smoothing:g}" if recipe.smoothing else "neither rotated nor smoothed"
-    return [("prompts", f"8-bit activations, {'rotated' if 'prefill' in recipe.rotated else found}")]
+    treatment = f"smoothed by {recipe.smoothing:g}" if recipe.smoothing else "neither rotated nor smoothed"
+    return [("prompts", f"8-bit activations, {'rotated' if 'prefill' in recipe.rotated else treatment}")]
 
 
 def limits_of(manifest: Manifest) -> str:
@@ -168,7 +180,7 @@ def limits_of(manifest: Manifest) -> str:
 
 
 def engine_of(target: Target) -> str:
-    """Library and version that a bundle was built with, if any yet, and which it needs."""
+    """The library and version that built a bundle, if any, and the version that it needs."""
     if target.engine_version == NO_VERSION:
         return f"{target.engine} {target.engine_minimum} or newer"
     return f"{target.engine} {target.engine_version} (needs {target.engine_minimum} or newer)"

@@ -1,4 +1,4 @@
-"""Ctrl-C in a conversation: it stops an answer, and at the prompt it is a key."""
+"""Ctrl-C in a conversation: it stops an answer; at the prompt it is an ordinary key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Interrupts:
-    """The present meaning of Ctrl-C where no line is typed: it never raises in the middle of something."""
+    """Handles Ctrl-C outside the prompt: it never raises in the middle of an operation."""
 
     def __init__(self) -> None:
         self.handle: Handle | None = None
@@ -29,14 +29,14 @@ class Interrupts:
             self.handle.cancel()
 
     def refuse_pressed(self) -> None:
-        """Hear what came since the last answer or prompt."""
+        """Raise KeyboardInterrupt if Ctrl-C was pressed since the last answer or prompt."""
         if self.pressed:
             self.pressed = False
             raise KeyboardInterrupt
 
     @contextmanager
     def cancel_on_interrupt(self, handle: Handle) -> Iterator[None]:
-        """Ctrl-C cancels ``handle``, also if it came while the request was being made."""
+        """Let Ctrl-C cancel ``handle``, also if it was pressed while the request was being made."""
         self.handle = handle
         try:
             if self.pressed:
@@ -50,7 +50,7 @@ class Interrupts:
 
 @contextmanager
 def interrupts(install: bool) -> Iterator[Interrupts]:
-    """Take SIGINT over, if asked to, and give it back at the end."""
+    """Handle SIGINT during the block if ``install``, and restore the old handler at the end."""
     keys = Interrupts()
     if not install:
         yield keys

@@ -1,4 +1,4 @@
-"""The command ``llmc``: finds the verb, and turns every way to fail into one sentence and an exit code."""
+"""The command ``llmc``: finds the verb, and turns every error into one sentence and an exit code."""
 
 import importlib
 import io
@@ -29,14 +29,14 @@ VERBS = {
     "verify": "llmc.cli.verify:verify_command",
     "doctor": "llmc.cli.doctor:doctor_command",
 }
-INTERRUPTED = 130  # what shells report for a process that SIGINT ended
+INTERRUPTED = 130  # the exit code that shells report for SIGINT
 
 
 class Verbs(click.Group):
-    """Imports a verb's module when the verb is asked for."""
+    """Imports a verb's module on first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The verbs in the order in which they are used."""
+        """The verbs, in the order of a workflow."""
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -47,18 +47,18 @@ class Verbs(click.Group):
         return cast(click.Command, getattr(importlib.import_module(module), name))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the verb. An error about one of its parameters gets the name that the command line has for it."""
+        """Run the verb; rename the parameter in an error to the command line's name."""
         try:
             return super().invoke(ctx)
         except LlmcError as error:
             verb = self.get_command(ctx, ctx.invoked_subcommand or "")
-            if verb and error.path is None:  # else it is a key of that file
+            if verb and error.path is None:  # otherwise it is a key of that file
                 error.parameter = _list_names(verb).get(error.parameter, error.parameter)
             raise
 
 
 def _list_names(command: click.Command) -> dict[str, str]:
-    """Names of parameters as the command line has them, ``--top-p`` or ``BUNDLE``, by the library's names."""
+    """The command line's names of parameters, such as ``--top-p`` or ``BUNDLE``, by the library's names."""
     parts = command.commands.values() if isinstance(command, click.Group) else ()
     names = {name: shown for part in parts for name, shown in _list_names(part).items()}
     for parameter in command.params:
@@ -83,11 +83,11 @@ def cli(ctx: click.Context) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 0 if all went well, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C."""
+    """Run the command line and exit: 0 for success, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows no emoji is no reason to stop
-    if sys.stdout is None:  # nobody would get the result; and the next file opened would take its place
-        click.echo("llmc: error: stdout is closed; send what nobody reads to /dev/null", err=True)
+        sys.stdout.reconfigure(errors="backslashreplace")  # print escapes on a terminal without the characters
+    if sys.stdout is None:  # the result would be lost, and the next opened file would get its descriptor
+        click.echo("llmc: error: stdout is closed; send unwanted output to /dev/null", err=True)
         sys.exit(1)
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
@@ -95,38 +95,38 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         code = INTERRUPTED
-    except Exception as error:  # noqa: BLE001  the last place where an error can become a sentence
+    except Exception as error:  # noqa: BLE001  the last place to turn an error into a sentence
         if "--debug" in arguments:
             traceback.print_exc()
         message, code = explain(error)
-        line = printable(" ".join(message.split()))  # one line, whatever a file put into it
+        line = printable(" ".join(message.split()))  # one line, whatever the message contains
         click.echo(f"llmc: error: {line}", err=True)
     sys.exit(code or 0)
 
 
-# Short flags of other programs, which take what the flag of this parameter takes.
+# Other programs' short flags for these parameters, with the same kind of value.
 SHORT = {"-c": "max_context", "-n": "max_tokens", "-t": "threads", "-np": "max_batch", "-md": "draft", "-s": "seed"}
 MODEL = ("-m", "--model", "--model-path", "--hf-repo", "-hf", "--from-pretrained")
 
 
-def other_name(given: str, ctx: click.Context) -> str | None:
-    """A sentence on the flag of another program that means the same; None if this command has no such option."""
+def other_name(flag: str, ctx: click.Context) -> str | None:
+    """Advice on another program's flag with the same meaning; None if this command has no such option."""
     from llmc.runtime.sampling.neighbours import neighbour
 
     known = {option.name: option.opts[0] for option in ctx.command.params if isinstance(option, click.Option)}
-    name = SHORT.get(given) or neighbour(given.lstrip("-").replace("-", "_"), [name for name in known if name])
+    name = SHORT.get(flag) or neighbour(flag.lstrip("-").replace("-", "_"), [name for name in known if name])
     arguments = [each.make_metavar(ctx) for each in ctx.command.params if isinstance(each, click.Argument)]
-    if given in MODEL and arguments:
-        return f"there is no {given}: the model stands without a flag, as {ctx.command_path} {arguments[0]}"
-    return f"there is no {given}, did you mean {known[name]}? See {ctx.command_path} --help" if name in known else None
+    if flag in MODEL and arguments:
+        return f"there is no {flag}: the model is an argument without a flag, as {ctx.command_path} {arguments[0]}"
+    return f"there is no {flag}, did you mean {known[name]}? See {ctx.command_path} --help" if name in known else None
 
 
 def explain(error: Exception) -> tuple[str, int]:
     """One sentence for the user, and the exit code."""
     if isinstance(error, LlmcError):
         return str(error), error.exit_code
-    if isinstance(error, click.NoSuchOption) and error.ctx and (said := other_name(error.option_name, error.ctx)):
-        return said, error.exit_code
+    if isinstance(error, click.NoSuchOption) and error.ctx and (advice := other_name(error.option_name, error.ctx)):
+        return advice, error.exit_code
     if isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx else "llmc"
         return f"{error.format_message().rstrip('.')}; see {command} --help", error.exit_code

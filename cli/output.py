@@ -1,4 +1,4 @@
-"""The look of results: tables and JSON on stdout, progress on stderr while a person is watching."""
+"""Print results: tables and JSON on stdout, progress on stderr if it is a terminal."""
 
 import dataclasses
 import json
@@ -15,13 +15,13 @@ from llmc.bundle import Geometry, PhaseQuality, Quality, Recipe, Similarity, Sou
 from llmc.errors import printable
 
 Report = Callable[..., None]
-_DIGITS = {"B": 0, "kB": 1, "MB": 1, "GB": 2}  # after the decimal point, by unit
+_DIGITS = {"B": 0, "kB": 1, "MB": 1, "GB": 2}  # decimal places by unit
 
 
 def print_json(report: Any) -> None:
-    """Print a report, a dataclass of any depth with its properties, as indented JSON.
+    """Print a report, a dataclass of any depth including its properties, as indented JSON.
 
-    A number that JSON has no form for, such as the logarithm of 0, is null.
+    A number that JSON cannot express, such as the logarithm of 0, becomes null.
     """
     click.echo(json.dumps(_plain(report), indent=2, ensure_ascii=False, allow_nan=False))
 
@@ -53,7 +53,7 @@ def print_rows(rows: Iterable[tuple[str, str]]) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = False) -> None:
-    """Print aligned columns, under a header if there is one; all but the first to the right if they are numbers."""
+    """Print aligned columns, with an optional header; if ``numbers``, all but the first are right-aligned."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -64,8 +64,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: 
         justify = "right" if numbers and index else "left"
         table.add_column(columns[index] if columns else "", justify=justify, overflow="fold")  # type: ignore[arg-type]
     for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))  # names are somebody else's
-    # In a pipe nothing is wrapped: a program reads it, or a person who searches it.
+        table.add_row(*(Text(printable(cell)) for cell in row))  # names are untrusted
+    # Do not wrap lines in a pipe: a program reads or searches them.
     console = Console(width=None if sys.stdout.isatty() else 1000, highlight=False)
     with console.capture() as capture:
         console.print(table)
@@ -73,7 +73,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: 
 
 
 def size(count: int) -> str:
-    """Bytes for people, in decimal units as disks and bandwidths are sold: 1536 -> 1.5 kB, 1086 million -> 1.09 GB."""
+    """Bytes in decimal units, like disk sizes and bandwidths: 1536 -> 1.5 kB, 1086 million -> 1.09 GB."""
     value, units = float(count), iter(_DIGITS)
     unit = next(units)
     for larger in units:
@@ -84,12 +84,12 @@ def size(count: int) -> str:
 
 
 def minutes(seconds: float) -> str:
-    """A rough time for people, in tens of seconds or in minutes."""
+    """A rough time, in tens of seconds or in minutes."""
     return f"about {max(1, round(seconds / 10)) * 10} s" if seconds < 95 else f"about {round(seconds / 60)} min"
 
 
 def amount(count: int) -> str:
-    """A number of parameters for people: 494032768 -> 494.0 million."""
+    """A number of parameters: 494032768 -> 494.0 million."""
     if count >= 1_000_000_000:
         return f"{count / 1e9:.2f} billion"
     return f"{count / 1e6:.1f} million" if count >= 1_000_000 else f"{count:,}"
@@ -106,9 +106,9 @@ def weights_of(source: Source, geometry: Geometry, built: bool = False) -> str:
 
 @contextmanager
 def progress() -> Iterator[Report]:
-    """Show steps and how far each is on stderr; say nothing where stderr is no terminal.
+    """Show steps and their progress on stderr, if it is a terminal.
 
-    The callback takes the step in words, and the fraction that is done where it is known.
+    The callback takes the step's name and, if known, the fraction that is done.
     """
     if not sys.stderr.isatty():
         yield lambda step, fraction=None: None
@@ -127,7 +127,7 @@ def progress() -> Iterator[Report]:
 
 
 def recipe(recipe: Recipe) -> str:
-    """A recipe in a few words; what is as usual is left out."""
+    """A recipe in a few words, without the usual settings."""
     parts = {
         recipe.precision: True,
         f"by {recipe.scheme}": recipe.scheme != "rtn",
@@ -142,11 +142,11 @@ def recipe(recipe: Recipe) -> str:
             recipe.layers
         ),
     }
-    return f"{recipe.name}: {', '.join(part for part, said in parts.items() if said)}"
+    return f"{recipe.name}: {', '.join(part for part, shown in parts.items() if shown)}"
 
 
 def calibration_rows(recipe: Recipe) -> list[tuple[str, str]]:
-    """The text that decided weights, if one did; and where it might have, that none did."""
+    """The calibration text; or that there was none, for weights that could have used one."""
     used = recipe.calibration
     if used is None:
         return [("calibrated on", "nothing: rounded to nearest")] if "int4" in recipe.precisions() else []
@@ -156,13 +156,13 @@ def calibration_rows(recipe: Recipe) -> list[tuple[str, str]]:
     return [("calibrated on", f"{origin}: {used.samples} x {used.length} tokens{experts}")]
 
 
-# SmolLM2-135M at 1.03 writes no sense, and at 0.36 whole sentences.
+# With SmolLM2-135M, texts make no sense at 1.03, and have whole sentences at 0.36.
 FAR_KL = 0.5
 FAR_ADVICE = "its texts may make no sense; build with --recipe int4-quality, or with --int8"
 
 
 def quality_rows(quality: Quality | None) -> list[tuple[str, str]]:
-    """The distance from the unquantized model, one row for each path; none where nothing was measured."""
+    """The distance from the unquantized model, one row per path; empty if it was not measured."""
     if quality is None:
         return []
     rows = [("judged on", f"{quality.text}, {quality.positions} positions")]
@@ -177,12 +177,12 @@ def quality_rows(quality: Quality | None) -> list[tuple[str, str]]:
     return rows
 
 
-def similarity_rows(found: Similarity | None, name: str = "against unquantized") -> list[tuple[str, str]]:
-    """The distance of vectors or scores from the unquantized model's; none where nothing was measured."""
-    if found is None:
+def similarity_rows(similarity: Similarity | None, name: str = "against unquantized") -> list[tuple[str, str]]:
+    """The distance of vectors or scores from the unquantized model's; empty if it was not measured."""
+    if similarity is None:
         return []
-    cosine = "" if found.mean is None else f"cosine {found.mean:.5f}, at least {found.smallest:.5f}, "
-    return [(name, f"{cosine}values differ by up to {found.largest_difference:.2g}")]
+    cosine = "" if similarity.mean is None else f"cosine {similarity.mean:.5f}, at least {similarity.smallest:.5f}, "
+    return [(name, f"{cosine}values differ by up to {similarity.largest_difference:.2g}")]
 
 
 def _phase(phase: PhaseQuality) -> str:

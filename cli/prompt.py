@@ -1,4 +1,4 @@
-"""Questions as a person types them: lines of one question, a paste as one, and those of former talks to go back to."""
+"""Read questions on a terminal: several lines per question, pastes as one question, and a history."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from llmc.cli.keys import Interrupts
 
 PROMPT = "> "
-WARNING_S = 5.0  # in which a second Ctrl-C leaves; later it warns again
+WARNING_S = 5.0  # a second Ctrl-C within this time leaves; a later one warns again
 
 
 def questions(keys: Interrupts) -> Iterator[str]:
-    """The questions typed on the terminal until Ctrl-D, or until Ctrl-C comes twice."""
-    # stdout holds the answers, and nothing else where it is no terminal.
+    """The questions typed on the terminal, until Ctrl-D or two presses of Ctrl-C."""
+    # stdout is only for the answers, unless it is a terminal.
     output = create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr)
     if isinstance(output, Vt100_Output):
-        output.enable_cpr = False  # nothing is drawn that needs the cursor's row, and not every terminal tells it
+        output.enable_cpr = False  # the cursor's row is not needed, and not every terminal reports it
     session: PromptSession[str] = PromptSession(
         PROMPT,
         history=former_questions(),
@@ -58,7 +58,7 @@ def questions(keys: Interrupts) -> Iterator[str]:
 
 
 def _bindings() -> KeyBindings:
-    """Enter sends; after a backslash, or with Alt, it begins a line."""
+    """Enter sends; after a backslash, or with Alt, it starts a new line."""
     bindings = KeyBindings()
 
     @bindings.add("enter")
@@ -78,7 +78,7 @@ def _bindings() -> KeyBindings:
 
 
 class _Questions(FileHistory):
-    """Questions in a file; where that is full or gone, the talk goes on without it."""
+    """Questions in a file; if it cannot be written, the conversation goes on without it."""
 
     def store_string(self, string: str) -> None:
         with suppress(OSError):
@@ -86,16 +86,16 @@ class _Questions(FileHistory):
 
 
 def state_folder() -> Path:
-    """The folder for what is kept between talks, as XDG says."""
+    """The folder for data kept between conversations, by the XDG rules."""
     return Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")) / "llmc"
 
 
 def former_questions() -> History:
-    """The questions of former talks, in a file where XDG says; of this one only, where that cannot be written."""
+    """The history of questions, in a file by the XDG rules; only this conversation's if it cannot be written."""
     path = state_folder() / "chat-history"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_RDWR, 0o600))  # its owner alone may read it
+        os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_RDWR, 0o600))  # only its owner may read it
     except OSError:
         return InMemoryHistory()
     return _Questions(path)

@@ -88,7 +88,7 @@ def read_prompt(prompt: str | None, bundle: Path) -> str:
 
 
 def write(stream: Handle, as_json: bool, one: bool) -> None:
-    """Print the text of one output as it comes, several at the end, or everything as JSON."""
+    """Print one output's text as it comes, several outputs at the end, or everything as JSON."""
     with closing(stream):
         if as_json:
             show.print_json(stream.result())
@@ -98,9 +98,9 @@ def write(stream: Handle, as_json: bool, one: bool) -> None:
             click.echo()
         else:
             outputs = stream.result().outputs
-            for place, output in enumerate(outputs, 1):
+            for number, output in enumerate(outputs, 1):
                 if len(outputs) > 1:
                     seed = "" if output.seed is None else f", seed {output.seed}"
                     score = "" if output.score is None else f", score {output.score:.4f}"
-                    click.echo(f"--- {place} of {len(outputs)}: ended by {output.finish_reason}{seed}{score}")
+                    click.echo(f"--- {number} of {len(outputs)}: ended by {output.finish_reason}{seed}{score}")
                 click.echo(output.text)

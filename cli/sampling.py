@@ -1,4 +1,4 @@
-"""The options of ``llmc run`` and ``llmc chat``, parameters of a request among them, and words about an answer."""
+"""The options of ``llmc run`` and ``llmc chat``, including a request's parameters, and a summary of an answer."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ LOADING = ("threads", "max_context", "memory", "self_test", "verify", "emulate",
 # ---------------------------------------------------------------------------------------------------- kinds of values
 
 
-_ID = r"\s*\d{1,18}\s*"  # Python reads no integer of thousands of digits, and no vocabulary needs one
+_ID = r"\s*\d{1,18}\s*"  # longer numbers exceed every vocabulary, and Python's limit on digits
 _NUMBER = r"\s*[+-]?(?:\d+\.?\d*|\.\d+)\s*"
 
 
 def tokens(text: str) -> tuple[int, ...]:
-    """Token ids with commas between them."""
+    """Comma-separated token ids."""
     ids = text.split(",")
     if not all(re.fullmatch(_ID, part, re.ASCII) for part in ids):
         raise click.BadParameter(f"{format_value(text)} is no list of token ids, expected for example 13 or 13,198")
@@ -54,7 +54,7 @@ def tokens(text: str) -> tuple[int, ...]:
 
 
 def biases(text: str) -> tuple[tuple[int, float], ...]:
-    """Token ids with what to add to their logits: 13=-5,198=2.5."""
+    """Comma-separated token ids with biases: 13=-5,198=2.5."""
     pairs = [re.fullmatch(f"({_ID})=({_NUMBER})", part, re.ASCII) for part in text.split(",")]
     if not all(pairs):
         raise click.BadParameter(
@@ -64,12 +64,12 @@ def biases(text: str) -> tuple[tuple[int, float], ...]:
 
 
 def schema(text: str) -> str:
-    """JSON as it is, or the text of a file."""
+    """A JSON schema, or the content of a file."""
     return _text_or_file(text, text.lstrip().startswith("{"), "a JSON object")
 
 
 def grammar(text: str) -> str:
-    """A grammar as it is, or the text of a file: every grammar defines something, with a colon."""
+    """A grammar (it always contains a colon), or the content of a file."""
     return _text_or_file(text, ":" in text and not os.path.isfile(text), "a grammar in Lark's notation")
 
 
@@ -98,7 +98,7 @@ def one_of(choices: tuple[str | bool, ...]) -> Callable[[str], str | bool]:
 
 # ---------------------------------------------------------------------------------------------------------- options
 
-# By the kind of a range: what reads the text, and what the help adds about it.
+# By kind of range: the function that parses the text, and an addition to the help.
 _KINDS: dict[str, tuple[Any, str]] = {
     "integer": (int, ""),
     "number": (float, ""),
@@ -122,7 +122,7 @@ _NOTES = {
 
 
 def _sampling_options() -> Iterator[Callable[[Any], Any]]:
-    """An option for every parameter of a request, the common ones first."""
+    """An option for every request parameter, the common ones first."""
     sections: dict[str, list[str]] = {COMMON: []}
     for name, stated in PARAMETERS.items():
         sections.setdefault(COMMON if stated.common else stated.section, []).append(name)
@@ -136,7 +136,7 @@ def _type(name: str, values: Range) -> Any:
 
 
 def change_parameter(sampling: dict[str, Any], name: str, text: str) -> dict[str, Any]:
-    """Parameters with another value of one of them, or without one where there is no text."""
+    """Parameters with one of them changed, or reset if ``text`` is empty."""
     if name not in SAMPLING_NAMES:
         close = neighbour(name, SAMPLING_NAMES)
         hint = f"did you mean {close}?" if close else "llmc chat --help lists them"
@@ -149,11 +149,11 @@ def change_parameter(sampling: dict[str, Any], name: str, text: str) -> dict[str
         value = click.types.convert_type(_type(name, values))(text)
     except click.BadParameter as error:
         raise UsageError(name, error.message) from error
-    found = {**rest, name: (value,) if values.kind in SEVERAL else value}
-    SamplingParams(**found)
-    refuse_several(found)
-    refuse_unseen(found)
-    return found
+    changed = {**rest, name: (value,) if values.kind in SEVERAL else value}
+    SamplingParams(**changed)
+    refuse_several(changed)
+    refuse_unseen(changed)
+    return changed
 
 
 def _option(name: str, stated: Parameter, section: str) -> Callable[[Any], Any]:
@@ -206,38 +206,38 @@ answering_options = add_options(
 
 
 def collect_load_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of :func:`llmc.runtime.load`; those of the engine only where they were given."""
+    """Arguments of :func:`llmc.runtime.load`; engine options only if they were given."""
     return {name: options[name] for name in LOADING if name in options} | take(options, ENGINE_NAMES)
 
 
 def refuse_unseen(sampling: dict[str, Any]) -> None:
-    """Refuse what only JSON shows."""
+    """Refuse parameters whose results only JSON shows."""
     for name in ("logprobs", "prompt_logprobs", "detokenize"):
         if sampling.get(name, True) is not True:
             raise UsageError(name, f"is {sampling[name]}, which only llmc run with --json shows", "add it, or leave it")
 
 
 def refuse_several(sampling: dict[str, Any]) -> None:
-    """Refuse what gives a turn several answers."""
+    """Refuse parameters that ask for several answers to one turn."""
     counts = ("num_return_sequences",) if "consensus" in sampling else ("num_return_sequences", "n")
     if several := next((name for name in counts if sampling.get(name, 1) > 1), None):
         raise UsageError(several, "asks for several outputs, and a turn has one", "leave it out")
 
 
 def is_one(sampling: dict[str, Any]) -> bool:
-    """True if one output is generated, so that its text can be printed as it comes."""
+    """True if there is one output, which can be printed as it comes."""
     return all(sampling.get(name, 1) <= 1 for name in ("n", "best_of", "num_return_sequences"))
 
 
 def describe(result: GenerationResult) -> str:
-    """Counts, speeds, and why the request ended, in one line."""
+    """Counts, speeds and the finish reason, in one line."""
     usage, timings, metrics = result.usage, result.timings, result.metrics
     cached = f" ({usage.cached_tokens} from the prefix cache)" if usage.cached_tokens else ""
     cut = f" ({usage.truncated_tokens} left out)" if usage.truncated_tokens else ""
     drafted = f"; {metrics.accepted} of {metrics.drafted} drafts accepted" if metrics.drafted else ""
     seed = "" if result.seed is None else f"; seed {result.seed}"
     ended = f"ended by {result.finish_reason}{seed}"
-    if calls := metrics.calls:  # whose tokens come by blocks, so that times between them say nothing
+    if calls := metrics.calls:  # a diffusion model: tokens come by blocks, so times between them mean nothing
         new, seconds = usage.completion_tokens, timings.ttft_s + timings.decode_s - timings.queue_s
         return (
             f"prompt: {usage.prompt_tokens} tokens{cut}; completion: {new} tokens in {seconds:.3f} s "

@@ -1,4 +1,4 @@
-"""``llmc serve``: bundles -> the service."""
+"""``llmc serve``: serve bundles over HTTP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmc.runtime.server.config import Setting, read_config, settings
 
 
 def amount(text: str) -> int:
-    """Bytes as people write them, 0 included."""
+    """A size in bytes, 0 included."""
     return 0 if text == "0" else size(text)
 
 
@@ -24,17 +24,17 @@ TYPES: dict[str, Any] = {"integer": int, "number": float, "text": str, "path": c
 
 def _option(setting: Setting) -> Callable[[Any], Any]:
     text = f"{setting.help}{_show_default(setting)}"
-    given: dict[str, Any] = {"section": setting.section, "help": text, "default": None, "show_default": False}
+    attributes: dict[str, Any] = {"section": setting.section, "help": text, "default": None, "show_default": False}
     name = setting.name.replace("_", "-")
-    flag = f"--{name}/--no-{name}" if setting.kind == "flag" else setting.flag  # both, for flags go before the file
+    flag = f"--{name}/--no-{name}" if setting.kind == "flag" else setting.flag  # both, since flags override the file
     if setting.kind == "flag":
-        given["is_flag"] = True
+        attributes["is_flag"] = True
     elif setting.kind == "choice":
-        given["type"] = click.Choice(setting.choices)
+        attributes["type"] = click.Choice(setting.choices)
     else:
-        given["type"] = amount if setting.unit == "bytes" else TYPES[setting.kind]
-        given["multiple"] = setting.kind == "list"
-    return click.option(flag, setting.name, cls=SectionOption, **given)
+        attributes["type"] = amount if setting.unit == "bytes" else TYPES[setting.kind]
+        attributes["multiple"] = setting.kind == "list"
+    return click.option(flag, setting.name, cls=SectionOption, **attributes)
 
 
 def _show_default(setting: Setting) -> str:
@@ -43,30 +43,31 @@ def _show_default(setting: Setting) -> str:
     if setting.kind == "flag":
         return f"  [default: {'yes' if setting.default else 'no'}]"
     exact = [unit for unit in UNITS if setting.unit == "bytes" and setting.default % UNITS[unit] == 0]
-    if exact:  # as people write bytes
+    if exact:  # with a unit
         return f"  [default: {setting.default // UNITS[exact[0]]}{exact[0]}]"
     number = f"{setting.default:g}" if setting.kind == "number" else str(setting.default)
     return f"  [default: {number}{' ' * bool(setting.unit)}{setting.unit}]"
 
 
 def name_models(bundles: tuple[str, ...]) -> dict[str, Path] | None:
-    """Models by name: ``NAME=FOLDER``, or a folder that gives its own name."""
-    found: dict[str, Path] = {}
-    for given in bundles:
-        name, sign, folder = given.partition("=")
-        if not (folder if sign else given):
+    """Models by name: ``NAME=FOLDER``, or a folder, whose name is used."""
+    models: dict[str, Path] = {}
+    for argument in bundles:
+        name, sign, folder = argument.partition("=")
+        if not (folder if sign else argument):
             raise UsageError(
-                "bundles", f"has {given!r}, which names no folder, expected one that llmc build wrote, or NAME=FOLDER"
+                "bundles",
+                f"has {argument!r}, which names no folder, expected one that llmc build wrote, or NAME=FOLDER",
             )
-        path = bundle_path(folder if sign else given)
+        path = bundle_path(folder if sign else argument)
         name = name if sign else path.resolve().name
-        if name in found:
+        if name in models:
             raise UsageError("bundles", f"has the name {name!r} twice", f"name them, as NAME={path}")
-        found[name] = path
-    return found or None
+        models[name] = path
+    return models or None
 
 
-# A flag for every key of the file but ``models``, which are arguments.
+# A flag for every key of the file except ``models``, which are arguments.
 setting_options = add_options([_option(setting) for setting in settings() if setting.kind != "models"])
 
 
@@ -82,10 +83,10 @@ def serve_command(bundles: tuple[str, ...], config: Path | None, **flags: Any) -
     the others are loaded when they are asked for. Without settings only this machine can reach the service, at
     http://127.0.0.1:8000. Every setting is a flag here, and a key of the --config file, with _ for -.
     """
-    given = {name: value for name, value in flags.items() if value not in (None, ())}
-    chosen = read_config(config, {**given, "models": name_models(bundles)})
+    settings = {name: value for name, value in flags.items() if value not in (None, ())}
+    chosen = read_config(config, {**settings, "models": name_models(bundles)})
     require("fastapi", "serve")
-    # The web framework and Ray, for those who serve.
+    # The web framework and Ray are imported only for this command.
     if chosen.ray:
         require("ray", "ray")
         from llmc.runtime.server.fleet.run import serve

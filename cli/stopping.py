@@ -1,4 +1,4 @@
-"""SIGTERM, which schedulers and containers send, ends what writes as Ctrl-C does: nothing half written stays."""
+"""Handle SIGTERM (from schedulers and containers) like Ctrl-C in commands that write: no partial output remains."""
 
 import signal
 import threading
@@ -9,27 +9,26 @@ from typing import Any
 
 import click
 
-TERMINATED = 128 + signal.SIGTERM  # what shells report for a process that SIGTERM ended
+TERMINATED = 128 + signal.SIGTERM  # the exit code that shells report for SIGTERM
 DEFAULTS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
 @contextmanager
 def cleanly_stopped() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C would, and then the process; what the block was writing is removed.
+    """Let SIGTERM end the block like Ctrl-C, and then the process; partial output of the block is removed.
 
-    A library through which the interrupt goes may make another error of it (an import in C++ makes an ImportError of
-    Ctrl-C): the block ends as interrupted all the same. Where a signal is ignored, or somebody else handles it, that
-    stays so.
+    A library may turn the interrupt into another error (an import in C++ turns Ctrl-C into an ImportError): the block
+    still ends as interrupted. A signal that is ignored or has another handler is left alone.
     """
     stopped = 0
 
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal stopped
-        if stopped != signal.SIGTERM:  # a second one would come in the middle of clearing away
+        if stopped != signal.SIGTERM:  # a second signal would interrupt the cleanup
             stopped = number
             raise KeyboardInterrupt
 
-    main = threading.current_thread() is threading.main_thread()  # no other may take signals over
+    main = threading.current_thread() is threading.main_thread()  # only the main thread may set handlers
     ours = [number for number, default in DEFAULTS.items() if main and signal.getsignal(number) is default]
     for number in ours:
         signal.signal(number, stop)
@@ -42,7 +41,7 @@ def cleanly_stopped() -> Iterator[None]:
     finally:
         for number in ours:
             signal.signal(number, DEFAULTS[number])
-    if stopped:  # some library swallowed the interrupt
+    if stopped:  # a library swallowed the interrupt
         raise _ending(stopped)
 
 

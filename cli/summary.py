@@ -1,4 +1,4 @@
-"""A checkpoint, an export or a bundle, read without an engine: the library half of ``llmc inspect``."""
+"""Summarize a checkpoint, an export or a bundle without an engine: the library part of ``llmc inspect``."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -12,15 +12,15 @@ from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
 from llmc.runtime.kv.budget import plan_load, round_up
 from llmc.runtime.sessions.staged import find_stages
 
-# Kinds of files by the ends of their names; all others are text: tokenizer, templates, manifest, hashes.
+# Kinds of files by suffix; all others are text: tokenizer, templates, manifest, hashes.
 DISK_KINDS = {"weights": (".bin", ".safetensors", ".gguf"), "graphs": (".onnx",), "engine": (".plan",)}
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that running takes with ``batch`` sequences of ``context`` tokens, by what they are for.
+    """Bytes to run ``batch`` sequences of ``context`` tokens, by purpose.
 
-    For a bundle this is its own plan; before that, weights as they are stored and a float32 cache.
+    For a bundle this is its own plan; otherwise, the stored weights and a float32 cache.
     """
 
     context: int
@@ -34,7 +34,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class StageSummary:
-    """A stage of a model, from its ``first`` to its ``last`` layer, and what it takes; None where it is elsewhere."""
+    """A stage of a model, with its ``first`` and ``last`` layer and its memory; None if it is elsewhere."""
 
     number: int
     first: int
@@ -44,11 +44,11 @@ class StageSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """A folder of any kind; ``weights`` is bytes by dtype, of a bundle by graph; ``bundle`` is its manifest.
+    """A checkpoint, export or bundle. ``weights``: bytes by dtype, for a bundle by graph. ``bundle``: its manifest.
 
-    ``disk`` is bytes of its files by what they are, largest first. ``device_memory`` is what a bundle for a GPU takes
-    there, ``memory`` what it takes beside that of the machine. ``stages`` are all of a model whose last one this is,
-    ``files`` also those of the others that are here, and ``memory`` the last one's alone.
+    ``disk``: bytes of its files by kind, largest first. ``device_memory``: a GPU bundle's memory on the GPU;
+    ``memory``: on the machine. ``stages``: all stages of a model, if this is its last one; ``files`` then includes
+    those of the other stages that are here, ``memory`` only the last one's.
     """
 
     kind: str
@@ -66,7 +66,7 @@ class Summary:
 
 
 def summarize(path: Path) -> Summary:
-    """Read a checkpoint, an export or a bundle, whichever ``path`` is."""
+    """Summarize the checkpoint, export or bundle in ``path``."""
     kind = kind_of(path)
     if kind == "bundle":
         return _of_bundle(path)
@@ -79,7 +79,7 @@ def kind_of(path: Path) -> str:
     if path.is_file() and path.suffix == ".gguf":
         return "checkpoint"
     kinds = {bundle.BUNDLE_MANIFEST: "bundle", bundle.EXPORT_MANIFEST: "export", CONFIG_FILE: "checkpoint"}
-    kinds[bundle.ADAPTER_FILE] = "checkpoint"  # which is refused as such when it is read
+    kinds[bundle.ADAPTER_FILE] = "checkpoint"  # reading it gives the right error
     for name, kind in kinds.items():
         if (path / name).exists():
             return kind
@@ -99,26 +99,26 @@ def _of_bundle(path: Path) -> Summary:
     for number, part in find_stages(path, manifest).items():
         layers, takes = manifest.list_layers(number), None
         if part is not None:
-            place = "" if part is manifest else f"{bundle.STAGE_FOLDER.format(number)}/"
+            prefix = "" if part is manifest else f"{bundle.STAGE_FOLDER.format(number)}/"
             takes = Memory(context, 1, plan_load(part).parts)
-            files[place + bundle.BUNDLE_MANIFEST] = (path / place / bundle.BUNDLE_MANIFEST).stat().st_size
-            files |= {place + name: entry.size for name, entry in part.files.items()}
-            weights |= {place + graph.file: graph.weight_bytes for graph in part.graphs.values()}
+            files[prefix + bundle.BUNDLE_MANIFEST] = (path / prefix / bundle.BUNDLE_MANIFEST).stat().st_size
+            files |= {prefix + name: entry.size for name, entry in part.files.items()}
+            weights |= {prefix + graph.file: graph.weight_bytes for graph in part.graphs.values()}
         stages.append(StageSummary(number, layers[0], layers[-1], takes))
     device = None
     if manifest.device is not None:
         positions = round_up(manifest.engine, context)
         device = Memory(positions, 1, manifest.device.parts(positions, 1))
-    found = manifest.geometry, manifest.source, files, disk_bytes(files), weights, memory, manifest, manifest.notes
-    return Summary("bundle", path, *found, device, tuple(stages) if manifest.stage.before else ())
+    parts = manifest.geometry, manifest.source, files, disk_bytes(files), weights, memory, manifest, manifest.notes
+    return Summary("bundle", path, *parts, device, tuple(stages) if manifest.stage.before else ())
 
 
 def disk_bytes(files: Mapping[str, int]) -> dict[str, int]:
-    """Bytes on disk by what they are, largest first, of the sizes of files by name."""
-    found: Counter[str] = Counter()
+    """Bytes on disk by kind, largest first, from the sizes of files by name."""
+    sizes: Counter[str] = Counter()
     for name, size in files.items():
-        found[next((kind for kind, ends in DISK_KINDS.items() if name.endswith(ends)), "text")] += size
-    return dict(found.most_common())
+        sizes[next((kind for kind, ends in DISK_KINDS.items() if name.endswith(ends)), "text")] += size
+    return dict(sizes.most_common())
 
 
 def _summarize_unbuilt(kind: str, path: Path, found: Checkpoint | bundle.ExportManifest) -> Summary:

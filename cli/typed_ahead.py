@@ -1,4 +1,4 @@
-"""Keep what a person types or pastes during an answer for the next prompt, where it waits for Enter."""
+"""Keep input typed or pasted during an answer for the next prompt, where it waits for Enter."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Event, Thread
 
-# A paste comes in pieces, as the terminal writes them; a pause of this long ends it.
+# A paste comes in pieces; a pause this long ends it.
 PAUSE_S = 0.05
-BRACKETS = ("\x1b[200~", "\x1b[201~")  # that terminals put around a paste
+BRACKETS = ("\x1b[200~", "\x1b[201~")  # a terminal sends these around a paste
 
 
 class TypedAhead:
-    """Takes the terminal's input while an answer is written."""
+    """Reads the terminal's input while an answer is written."""
 
     def __init__(self) -> None:
         self._data = b""
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Neither echo nor cut into lines what is typed while the block runs.
+        """Read input in a thread during the block, without echo and line editing.
 
-        A thread reads it: a terminal keeps 4,096 bytes, and passes no Ctrl-C on behind them.
+        A thread is needed: a terminal buffers only 4,096 bytes, and passes no Ctrl-C after them.
         """
         ended = Event()
         reader = Thread(target=self._read, args=(ended,), daemon=True)
@@ -37,7 +37,7 @@ class TypedAhead:
                 reader.join()
 
     def take(self) -> str:
-        """All that was typed and not taken yet, also before the first prompt."""
+        """All input read since the last call, also before the first prompt."""
         with _quiet():
             self._drain()
         text, self._data = self._data.decode(errors="replace").replace("\r", "\n"), b""
@@ -59,7 +59,7 @@ class TypedAhead:
 
 
 def _is_terminal() -> bool:
-    """True if stdin is a terminal of a kind whose input can be held back."""
+    """True if stdin is a terminal whose input can be read ahead."""
     try:
         import termios
     except ImportError:  # on Windows
@@ -73,7 +73,7 @@ def _is_terminal() -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No echo and no lines; Ctrl-C stays a signal."""
+    """Turn off echo and line editing; Ctrl-C stays a signal."""
     if not _is_terminal():
         yield
         return

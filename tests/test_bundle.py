@@ -410,7 +410,7 @@ def test_a_folder_of_someone_else_is_refused_with_the_command_to_use(tmp_path: P
 def test_a_manifest_that_is_no_regular_file_is_refused_at_once(folder: Path, make: Any):
     (folder / BUNDLE_MANIFEST).unlink()
     make(folder / BUNDLE_MANIFEST)
-    with pytest.raises(BundleError, match=r"llmc.json is corrupt \(it is no regular file\)"):
+    with pytest.raises(BundleError, match=r"llmc.json is corrupt \(it is not a regular file\)"):
         bundle.read_bundle(folder)
 
 

@@ -55,7 +55,7 @@ def test_the_hub_cache_keeps_files_as_links_to_its_blobs(tmp_path, secret):
         outside.touch()
         (snapshot / NAME).unlink()
         (snapshot / NAME).symlink_to(outside)
-        with pytest.raises(CheckpointError, match="out of its folder"):
+        with pytest.raises(CheckpointError, match="outside its folder"):
             find_own_file(snapshot, NAME)
 
 
@@ -65,14 +65,14 @@ def through(inner: Path, secret: Path) -> None:
 
 
 PLANTED = {
-    "a link out of it": (lambda path, secret: path.symlink_to(secret), "is a link to .*id_ed25519, out of its folder"),
-    "a relative link out of it": (lambda path, secret: path.symlink_to("../id_ed25519"), "out of its folder"),
-    "a link to a link": (through, "out of its folder"),
-    "a link to nowhere": (lambda path, secret: path.symlink_to("nowhere"), "a link to nowhere"),
+    "a link out of it": (lambda path, secret: path.symlink_to(secret), "is a link to .*id_ed25519, outside its folder"),
+    "a relative link out of it": (lambda path, secret: path.symlink_to("../id_ed25519"), "outside its folder"),
+    "a link to a link": (through, "outside its folder"),
+    "a link to nowhere": (lambda path, secret: path.symlink_to("nowhere"), "a broken link"),
     "a loop": (lambda path, secret: path.symlink_to(path.name), "cannot be followed"),
-    "a FIFO": (lambda path, secret: os.mkfifo(path), "is no regular file"),
-    "a folder": (lambda path, secret: path.mkdir(), "is no regular file"),
-    "a device": (lambda path, secret: path.symlink_to("/dev/zero"), "out of its folder"),
+    "a FIFO": (lambda path, secret: os.mkfifo(path), "is not a regular file"),
+    "a folder": (lambda path, secret: path.mkdir(), "is not a regular file"),
+    "a device": (lambda path, secret: path.symlink_to("/dev/zero"), "outside its folder"),
 }
 
 

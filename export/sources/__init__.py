@@ -1,1 +1,1 @@
-"""Sources of a decoder's config and weights."""
+"""Read a decoder's config and weights from checkpoints."""

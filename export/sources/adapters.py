@@ -1,9 +1,9 @@
-"""LoRA adapters in PEFT's folders, or in GGUF files for a model in such files, added to a checkpoint's weights.
+"""Merge LoRA adapters (PEFT folders, or GGUF files for a model in GGUF files) into a checkpoint's weights.
 
-    W' = W + scale * B @ A,   and of DoRA   W' = magnitude * (W + scale * B @ A) / |W + scale * B @ A|, row by row.
+    W' = W + scale * B @ A,   and for DoRA   W' = magnitude * (W + scale * B @ A) / |W + scale * B @ A|, row by row.
 
-The tensors in the file say which modules are changed. Factors are read at once, for they are small; a changed weight is
-computed in float32, some rows at a time, while the export is written.
+The tensors in the file determine which modules change. Factors are small and read at once; a changed weight is computed
+in float32, some rows at a time, while the export is written.
 Source: ``tuners/lora`` and ``utils/save_and_load.py`` of PEFT 0.21; arXiv:2106.09685, arXiv:2402.09353.
 """
 
@@ -32,12 +32,12 @@ from llmc.strict import read_json
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
-# Where a file's name of a tensor ends, and what it is: a factor, DoRA's magnitude, or the whole of a tensor.
+# Suffixes of tensor names, with their kind: a factor, DoRA's magnitude, or a whole tensor.
 _KINDS = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+?)(?:\.base_layer)?"
     r"\.(?P<kind>lora_A\.weight|lora_B\.weight|lora_embedding_[AB]|lora_magnitude_vector(?:\.weight)?|weight|bias)"
 )
-# Keys about how an adapter was trained, and about modules, which the tensors tell.
+# Keys about training, and about the changed modules, which the tensors determine.
 # fmt: off
 _SETTLED = (
     "arrow_config", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
@@ -51,10 +51,10 @@ _OTHER_METHODS = (
     "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",
 )
 # fmt: on
-# Ways to begin that leave the base as it was; all others (pissa, olora, corda, loftq, lora_ga) change it.
+# Initializations that leave the base unchanged; all others (pissa, olora, corda, loftq, lora_ga) change it.
 _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
-# A key of rank_pattern or alpha_pattern: the end of a name, or all of it behind ^. PEFT takes any pattern, and some
-# take forever.
+# A key of rank_pattern or alpha_pattern: the end of a name, or a whole name after ^. PEFT accepts any regular
+# expression, and some take forever.
 _PATTERN = re.compile(r"\^?(?:[\w-]|\\?\.)+")
 Array = NDArray[Any]
 
@@ -63,7 +63,7 @@ Array = NDArray[Any]
 class Factors:
     """The change of one module's weight: ``scale * b @ a``, with a [r, inputs] and b [outputs, r].
 
-    ``magnitude`` [outputs] is DoRA's; ``embeds`` says that the weight is the transposed, a table of ``inputs`` rows.
+    ``magnitude`` [outputs] is DoRA's; ``embeds``: the weight is transposed, a table of ``inputs`` rows.
     """
 
     a: Array
@@ -75,7 +75,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A checked adapter: factors by module, and tensors by name that take the place of the checkpoint's."""
+    """A checked adapter: factors by module, and tensors by name that replace the checkpoint's."""
 
     folder: Path
     merged: MergedAdapter
@@ -85,25 +85,25 @@ class Adapter:
 
     def __post_init__(self) -> None:
         if not self.factors and not self.whole:
-            raise CheckpointError(f"{self.folder}: there are no tensors in this adapter, expected some; get it again")
+            raise CheckpointError(f"{self.folder}: this adapter has no tensors; download it again")
 
 
 def read_adapter(path: Path, scale: float, base: Path, config: Mapping[str, Any]) -> Adapter:
-    """Read and check an adapter, which counts ``scale`` times, for ``base`` with the checked ``config``.
+    """Read and check an adapter, multiplied by ``scale``, for ``base`` with the checked ``config``.
 
     Raises:
-        CheckpointError: it is broken, no plain LoRA or DoRA, or in another format than the base.
-        UsageError: ``scale`` is 0, or no number from -100 to 100.
+        CheckpointError: it is broken, not plain LoRA or DoRA, or in another format than the base.
+        UsageError: ``scale`` is 0, or not a number from -100 to 100.
     """
     if not -100 <= scale <= 100 or not scale:
         raise UsageError(
             "scale",
             f"is {scale:g}, expected -100 to 100 and not 0",
-            "leave it out for the adapter as it was trained, or leave the adapter out",
+            "leave it out to use the adapter as trained, or leave the adapter out",
             path=path,
         )
-    packed = [it.suffix == SUFFIX and not it.is_dir() for it in (path, base)]
-    if packed[0] != packed[1]:  # rows and norms have another order and form there
+    packed = [item.suffix == SUFFIX and not item.is_dir() for item in (path, base)]
+    if packed[0] != packed[1]:  # GGUF has another order of rows and another layout of norms
         raise CheckpointError(
             f"{path}: an adapter in {'a GGUF file' if packed[0] else 'a folder'} for {base}; expected a folder of PEFT "
             "for a Hugging Face checkpoint, and a GGUF file for a model in GGUF files"
@@ -115,8 +115,8 @@ def _read_gguf(path: Path, scale: float, config: Mapping[str, Any]) -> Adapter:
     header = read_header(path)
     kind = [header.metadata.get(f"{name}.type") for name in ("general", "adapter")]
     alpha = header.metadata.get("adapter.lora.alpha")
-    others = header.metadata.keys() & {"adapter.alora.invocation_tokens"}
-    if kind != ["adapter", "lora"] or type(alpha) is not float or not 0 <= alpha <= 1e6 or others:
+    alora = header.metadata.keys() & {"adapter.alora.invocation_tokens"}
+    if kind != ["adapter", "lora"] or type(alpha) is not float or not 0 <= alpha <= 1e6 or alora:
         raise CheckpointError(
             f"{path} is {kind[0]!r:.40} of type {kind[1]!r:.40} with alpha {alpha!r:.40}; expected a LoRA adapter, as "
             "convert_lora_to_gguf.py writes it; convert it again"
@@ -126,14 +126,14 @@ def _read_gguf(path: Path, scale: float, config: Mapping[str, Any]) -> Adapter:
         a, b = (matrices.get(part) for part in ("lora_a", "lora_b"))
         if a is None or b is None or not 0 < len(a) == b.shape[1]:
             raise CheckpointError(f"{path}: {name} has no two factors of one rank; convert the adapter again")
-        share = alpha / len(a) if alpha else 1.0  # llama.cpp's rule
-        factors[name.removesuffix(".weight")] = Factors(a, b, scale * share, None, embeds=False)
+        factor = alpha / len(a) if alpha else 1.0  # llama.cpp's rule
+        factors[name.removesuffix(".weight")] = Factors(a, b, scale * factor, None, embeds=False)
     merged = MergedAdapter(printable(path.name), sha256_file(path), float(scale))
     return Adapter(path, merged, factors, {}, ())
 
 
 def read_peft(folder: Path, scale: float, base: Path) -> Adapter:
-    """:func:`read_adapter` of a folder of PEFT; a note looks for its base's name in the path ``base``."""
+    """:func:`read_adapter` for a PEFT folder; adds a note if the path ``base`` does not contain its base's name."""
     keys, path = Keys(_read_config(folder), str(folder / ADAPTER_FILE)), _find_weights(folder)
     rank, alpha, dora = _read_keys(keys)
     parts, whole = _sort_tensors(read_shard(path))
@@ -149,8 +149,8 @@ def read_peft(folder: Path, scale: float, base: Path) -> Adapter:
                 f"{path}: {module} has factors of rank {len(a)} and {b.shape[1]}, but {ADAPTER_FILE} says {r:g}; "
                 "get both files of one adapter"
             )
-        share = _find_pattern(alphas, module, alpha) / (math.sqrt(r) if root else r)
-        scaled[module] = Factors(a, b, scale * share, magnitude, embeds)
+        factor = _find_pattern(alphas, module, alpha) / (math.sqrt(r) if root else r)
+        scaled[module] = Factors(a, b, scale * factor, magnitude, embeds)
     stated = keys.raw("base_model_name_or_path")
     named = isinstance(stated, str) and stated.rstrip("/").rpartition("/")[2]
     notes = [f"{folder.name} was trained on {stated:.80}"] if named and named not in str(base.resolve()) else []
@@ -163,10 +163,10 @@ def read_peft(folder: Path, scale: float, base: Path) -> Adapter:
 def _read_config(folder: Path) -> dict[str, Any]:
     file = find_own_file(folder, ADAPTER_FILE) if folder.is_dir() else None
     if file is None:
-        lacking = f"no {ADAPTER_FILE}" if folder.is_dir() else "no such folder"
+        missing = f"no {ADAPTER_FILE}" if folder.is_dir() else "no such folder"
         raise CheckpointError(
-            f"{folder}: {lacking}; expected an adapter's folder, as PEFT writes it; give that one, a scale only as "
-            "a number behind a colon"
+            f"{folder}: {missing}; expected an adapter's folder, as PEFT writes it; write a scale only as a number "
+            "after a colon"
         )
     try:
         values = read_json(file)
@@ -187,7 +187,7 @@ def _find_weights(folder: Path) -> Path:
 
 
 def _read_keys(keys: Keys) -> tuple[int, float, bool]:
-    """Rank, alpha, and whether there are magnitudes; refuses what is something else than LoRA."""
+    """Rank, alpha, and whether there are magnitudes; refuse anything but plain LoRA and DoRA."""
     keys.choice("peft_type", ("LORA",))
     keys.skip(*_SETTLED)
     for name in _OTHER_METHODS:
@@ -198,7 +198,7 @@ def _read_keys(keys: Keys) -> tuple[int, float, bool]:
         raise keys.error(
             "init_lora_weights",
             beginning,
-            "one that leaves the base as it was; convert it: "
+            "an initialization that leaves the base unchanged; convert it: "
             "save_pretrained(..., path_initial_model_for_weight_conversion=...)",
         )
     return keys.integer("r"), keys.number("lora_alpha"), keys.flag("use_dora")
@@ -210,14 +210,14 @@ def _read_patterns(keys: Keys, name: str) -> dict[str, float]:
         raise keys.error(name, value, "numbers by names of modules")
     for pattern, number in value.items():
         if not _PATTERN.fullmatch(pattern):
-            raise keys.error(name, pattern, "names of modules, or ends of such, without wildcards")
+            raise keys.error(name, pattern, "names of modules, or ends of names, without wildcards")
         if type(number) not in (int, float) or not 0 < number <= 1e6:
             raise keys.error(name, {pattern: number}, "numbers above 0")
     return {pattern.replace("\\", ""): float(number) for pattern, number in value.items()}
 
 
 def _find_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """The first pattern that matches the name, or its end from a dot on."""
+    """The number of the first pattern that matches the module's name, or its end after a dot."""
     return next((it for key, it in patterns.items() if _ends_with(module, key)), default)
 
 
@@ -258,7 +258,7 @@ def _pair(path: Path, module: str, tensors: Mapping[str, Array], dora: bool) -> 
         listed = ", ".join(f"{name} {list(it.shape)}" for name, it in tensors.items())
         raise CheckpointError(
             f"{path}: {module} has {listed}; expected matrices {' and '.join(names)}"
-            f"{', and lora_magnitude_vector of a linear' * dora}: get the adapter again"
+            f"{', and lora_magnitude_vector for a linear' * dora}: download the adapter again"
         )
     return tensors[names[0]], tensors[names[1]], tensors.get("lora_magnitude_vector"), embeds
 
@@ -273,23 +273,23 @@ def merge_adapters(
     adapters: Sequence[Adapter],
     rename: Callable[[Path, DecoderConfig, Mapping[str, Any]], dict[str, Any]] = rename_tensors,
 ) -> Tensors:
-    """A checkpoint's tensors with the adapters' changes added, by the canonical names that ``rename`` gives.
+    """A checkpoint's tensors with the adapters merged, by the canonical names that ``rename`` returns.
 
     Raises:
         CheckpointError: the base lacks a module, or has it in another shape or as integers.
     """
     merged = Tensors(rename(folder, config, stored))
-    for it in adapters:
-        for name, tensor in rename(it.folder, config, it.whole).items():
-            name, base = _find_base(folder, config, merged, it, name)
+    for adapter in adapters:
+        for name, tensor in rename(adapter.folder, config, adapter.whole).items():
+            name, base = _find_base(folder, config, merged, adapter, name)
             if base.shape != tensor.shape:
-                raise CheckpointError(_explain(it, folder, name, base.shape, tensor.shape))
+                raise CheckpointError(_explain(adapter, folder, name, base.shape, tensor.shape))
             merged[name] = tensor
-        factors = {f"{module}.weight": factors for module, factors in it.factors.items()}
-        for name, item in rename(it.folder, config, factors).items():
-            name, base = _find_base(folder, config, merged, it, name)
+        factors = {f"{module}.weight": factors for module, factors in adapter.factors.items()}
+        for name, item in rename(adapter.folder, config, factors).items():
+            name, base = _find_base(folder, config, merged, adapter, name)
             turned = item.embeds or (config.transposed and name.removesuffix(".weight") not in (EMBEDDING, HEAD))
-            merged[name] = _add(folder, it, name, base, item, turned)
+            merged[name] = _add(folder, adapter, name, base, item, turned)
     return merged
 
 
@@ -301,7 +301,7 @@ def _find_base(
     if config.tied_head and name.rpartition(".")[0] in (EMBEDDING, HEAD):
         raise CheckpointError(
             f"{adapter.folder}: it changes {name}, but embedding and head are one tensor in {folder} "
-            "(tie_word_embeddings=true); merge it with PEFT into a checkpoint with a head of its own"
+            "(tie_word_embeddings=true); merge it with PEFT into a checkpoint with a separate head"
         )
     if base is None or re.search(r"\.experts\.\d", name):
         raise CheckpointError(
@@ -310,8 +310,8 @@ def _find_base(
         )
     if not isinstance(base, StoredTensor | MadeTensor) or base.dtype not in FLOATS:
         raise CheckpointError(
-            f"{adapter.folder}: it changes {name}, which {folder} holds as integers; merge it into the checkpoint that "
-            "these were made from"
+            f"{adapter.folder}: it changes {name}, which {folder} stores as integers; merge it into the unquantized "
+            "checkpoint"
         )
     return name, base
 
@@ -325,8 +325,8 @@ def _add(
         raise CheckpointError(_explain(adapter, folder, name, base.shape, shape))
     if magnitude is not None and (turned or magnitude.shape != shape[:1]):
         raise CheckpointError(
-            f"{adapter.folder}: {name} {list(shape)} has a magnitude {list(magnitude.shape)}; expected one of each "
-            "row, in a checkpoint that has weights as [outputs, inputs]: merge it with PEFT"
+            f"{adapter.folder}: {name} {list(shape)} has a magnitude {list(magnitude.shape)}; expected one per row, in "
+            "a checkpoint that stores weights as [outputs, inputs]: merge it with PEFT"
         )
     left = left * np.float32(item.scale)
 
@@ -352,5 +352,5 @@ def _cut(pieces: Iterator[Array]) -> Iterator[Array]:
 def _explain(adapter: Adapter, folder: Path, name: str, expected: tuple[int, ...], shape: tuple[int, ...]) -> str:
     return (
         f"{adapter.folder}: it changes {name} as {list(shape)}, but {folder} has {list(expected)}; expected an adapter "
-        "that was trained on this checkpoint; give the one that it was trained on"
+        "trained on this checkpoint; give the checkpoint that it was trained on"
     )

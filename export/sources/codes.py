@@ -1,12 +1,12 @@
-"""Matrices of integers with a scale per block, as quantized checkpoints store them, in ONNX's format.
+"""Quantized matrices of integers with a scale per block, in ONNX's format.
 
     W[n, k] = (codes[n, k] - zero_points[n, k // block]) * scales[n, k // block] + offsets[n, k // block]
 
-Codes are signed: from unsigned ones, and from their zero points, 8 or 128 is subtracted. Two 4-bit codes share a byte,
-the first in its low half, as ONNX packs them.
+Codes are signed: 8 or 128 is subtracted from unsigned codes and their zero points. Two 4-bit codes share a byte, the
+first in its low half, as in ONNX.
 Source: DequantizeLinear-21 of the ONNX operators.
 
-GGUF files mix all of these in blocks of bytes, see :mod:`llmc.ggml`.
+GGUF files store blocks with codes and scales together, see :mod:`llmc.ggml`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -53,26 +53,26 @@ class QuantizedTensor:
 
     @property
     def kind(self) -> Codes:
-        """The grid, as the inventory lists it."""
+        """The integer format, as the geometry lists it."""
         return Codes(CODE_TYPES[self.dtype], self.block, self.zero_points is not None, self.offsets is not None)
 
     def parts(self) -> dict[str, StoredTensor | MadeTensor]:
-        """The stored tensors, by the suffix of the matrix's name."""
+        """The stored tensors, by suffixes of the matrix's name."""
         scales, groups = self.scales, (self.codes.shape[0], self.codes.shape[1] // self.block)
-        found: dict[str, StoredTensor | MadeTensor] = {"": self.codes}
-        found[".scales"] = MadeTensor("F32", groups, lambda: iter([scales()]))
+        parts: dict[str, StoredTensor | MadeTensor] = {"": self.codes}
+        parts[".scales"] = MadeTensor("F32", groups, lambda: iter([scales()]))
         if (zeros := self.zero_points) is not None:
-            found[".zero_points"] = MadeTensor(self.dtype, groups, lambda: iter([_store_codes(zeros(), self.dtype)]))
+            parts[".zero_points"] = MadeTensor(self.dtype, groups, lambda: iter([_store_codes(zeros(), self.dtype)]))
         if (offsets := self.offsets) is not None:
-            found[".offsets"] = MadeTensor("F32", (*groups, 1), lambda: iter([offsets()[..., None]]))
+            parts[".offsets"] = MadeTensor("F32", (*groups, 1), lambda: iter([offsets()[..., None]]))
         if (order := self.order) is not None:
-            found[".order"] = MadeTensor("I32", order.shape, lambda: iter([order]))
-        return found
+            parts[".order"] = MadeTensor("I32", order.shape, lambda: iter([order]))
+        return parts
 
 
 @dataclass(frozen=True)
 class Mxfp4Tensor:
-    """The matrices W [E, N, K] of all experts in MXFP4: floats of 4 bits, of which 32 share a power of two.
+    """The matrices W [E, N, K] of all experts in MXFP4: 4-bit floats, 32 of which share a power of two.
 
     Source: OCP Microscaling Formats (MX) 1.0.
     """
@@ -103,7 +103,7 @@ class GgmlTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        count = len(self.rows) if self.rows is not None else sum(it.shape[0] for it in self.stored)
+        count = len(self.rows) if self.rows is not None else sum(tensor.shape[0] for tensor in self.stored)
         columns = self.stored[0].shape[1]
         return (self.stacked, count // self.stacked, columns) if self.stacked else (count, columns)
 
@@ -117,13 +117,13 @@ class GgmlTensor:
 
     def parts(self) -> dict[str, StoredTensor | MadeTensor]:
         """The stored tensors, as in :class:`QuantizedTensor`; the ``dtype`` of bytes is their block type."""
-        found: dict[str, StoredTensor | MadeTensor] = {}
+        parts: dict[str, StoredTensor | MadeTensor] = {}
         for part, stored in zip(("", ".second"), self.stored, strict=False):
-            found[part] = replace(stored, shape=(stored.shape[0], stored.length // stored.shape[0]))
+            parts[part] = replace(stored, shape=(stored.shape[0], stored.length // stored.shape[0]))
         for part, order in ((".rows", self.rows), (".columns", self.columns)):
             if order is not None:
-                found[part] = MadeTensor("I32", order.shape, partial(iter, [order]))
-        return found
+                parts[part] = MadeTensor("I32", order.shape, partial(iter, [order]))
+        return parts
 
     def slice(self, start: int, stop: int) -> "GgmlTensor":
         """Rows of the matrix."""
@@ -134,7 +134,7 @@ class GgmlTensor:
 
 
 def join_stacks(first: GgmlTensor, second: GgmlTensor) -> GgmlTensor:
-    """For each expert the rows of its matrix in the first stack, then those of its matrix in the second."""
+    """For each expert, the rows of its matrix in the first stack, then the rows in the second."""
     count, rows = first.shape[:2]
     places = np.arange(2 * count * rows, dtype=np.int32).reshape(2, count, rows)
     return replace(first, stored=(*first.stored, *second.stored), rows=places.swapaxes(0, 1).ravel())
@@ -144,7 +144,7 @@ Weight = StoredTensor | MadeTensor | QuantizedTensor | Mxfp4Tensor | GgmlTensor
 
 
 def flatten_tensors(tensors: Mapping[str, Weight]) -> dict[str, StoredTensor | MadeTensor]:
-    """Tensors by name, quantized ones as their parts: ``P.weight`` are codes, with ``P.weight.scales`` and so on."""
+    """Tensors by name, quantized ones as their parts: ``P.weight`` holds the codes, ``P.weight.scales`` and so on."""
     flat: dict[str, StoredTensor | MadeTensor] = {}
     for name, tensor in tensors.items():
         parts = tensor.parts() if isinstance(tensor, QuantizedTensor | Mxfp4Tensor | GgmlTensor) else {"": tensor}
@@ -158,7 +158,7 @@ def rows_of(tensor: StoredTensor | MadeTensor, start: int, stop: int) -> StoredT
 def rows_of(tensor: Weight, start: int, stop: int) -> Weight: ...
 def rows_of(tensor: Weight, start: int, stop: int) -> Weight:
     """Rows of a tensor whose rows start at whole bytes."""
-    assert not isinstance(tensor, Mxfp4Tensor), "experts are not packed with others"
+    assert not isinstance(tensor, Mxfp4Tensor), "experts are not packed with other tensors"
     shape = (stop - start, *tensor.shape[1:])
     if isinstance(tensor, StoredTensor):
         return _slice_stored(tensor, start, stop)

@@ -1,4 +1,4 @@
-"""Defaults of generation as a checkpoint states them: each key is honoured, known to change no token, or noted."""
+"""A checkpoint's generation defaults: each key is used, or known not to change a token, or noted."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from llmc.export.keys import Keys
 from llmc.export.reading import token_ids
 
 # fmt: off
-# Keys about how transformers computes, and about what it gives beside tokens.
+# Keys about how transformers computes, and about its further outputs.
 _IRRELEVANT = frozenset({
     "_commit_hash", "_from_model_config", "_name_or_path", "assistant_confidence_threshold", "assistant_early_exit",
     "assistant_lookbehind", "cache_config", "cache_implementation", "compile_config", "continuous_batching_config",
@@ -19,7 +19,7 @@ _IRRELEVANT = frozenset({
     "return_legacy_cache", "speculation_type", "target_lookbehind", "transformers_version", "trust_remote_code",
     "use_cache", "use_mtp",
 })
-# Keys that do nothing at 1, and at 0 or where they are empty.
+# Keys that do nothing at 1, at 0 or if empty.
 _IDLE_AT_1 = frozenset({
     "encoder_repetition_penalty", "guidance_scale", "length_penalty", "num_beam_groups", "num_beams",
     "num_return_sequences",
@@ -31,15 +31,15 @@ _IDLE_AT_0 = frozenset({
 })
 # fmt: on
 _LENGTHS = ("max_length", "max_new_tokens")
-_MOST_NOTED = 50  # keys that are left out, each with a note; transformers knows 72
-# As many as requests may have, see llmc.runtime.sampling.params.
+_MOST_NOTED = 50  # ignored keys that get a note; transformers knows 72
+# The limits of requests, see llmc.runtime.sampling.params.
 _MOST_WORDS, _MOST_IDS = 1_024, 8_192
 
 
 def read_generation(
     keys: Keys, vocab_size: int, eos: tuple[int, ...], bos: int | None
 ) -> tuple[bundle.Generation, list[str]]:
-    """The defaults, and notes about keys that are left out; ``eos`` and ``bos`` are those of config.json.
+    """The defaults, and notes about ignored keys; ``eos`` and ``bos`` come from config.json.
     Raises CheckpointError: a value is out of its range."""
     eos = token_ids(keys, "eos_token_id", vocab_size) or eos
     generation = bundle.Generation(
@@ -62,22 +62,22 @@ def read_generation(
 
 
 def _suppressed(keys: Keys, vocab_size: int) -> tuple[int, ...]:
-    given = keys.raw("suppress_tokens")
-    if given is None:
+    value = keys.raw("suppress_tokens")
+    if value is None:
         return ()
-    if not _are_tokens(given) or len(given) > bundle.MOST_SUPPRESSED:
-        raise keys.error("suppress_tokens", given, f"null or a list of at most {bundle.MOST_SUPPRESSED} token ids")
-    return tuple(_drop_rowless(keys, "suppress_tokens", given, [token < vocab_size for token in given]))
+    if not _are_tokens(value) or len(value) > bundle.MOST_SUPPRESSED:
+        raise keys.error("suppress_tokens", value, f"null or a list of at most {bundle.MOST_SUPPRESSED} token ids")
+    return tuple(_drop_rowless(keys, "suppress_tokens", value, [token < vocab_size for token in value]))
 
 
 def _bad_words(keys: Keys, vocab_size: int, eos: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The sequences but single ends, which transformers leaves out too."""
-    given = keys.raw("bad_words_ids")
-    if given is None:
+    """The sequences without single end tokens, which transformers leaves out, too."""
+    value = keys.raw("bad_words_ids")
+    if value is None:
         return ()
-    if not isinstance(given, list) or not all(word and _are_tokens(word) for word in given):
-        raise keys.error("bad_words_ids", given, "null or a list of lists of token ids")
-    words = _drop_rowless(keys, "bad_words_ids", given, [max(word) < vocab_size for word in given])
+    if not isinstance(value, list) or not all(word and _are_tokens(word) for word in value):
+        raise keys.error("bad_words_ids", value, "null or a list of lists of token ids")
+    words = _drop_rowless(keys, "bad_words_ids", value, [max(word) < vocab_size for word in value])
     words = [word for word in words if len(word) > 1 or word[0] not in eos]
     if len(words) > _MOST_WORDS or sum(map(len, words)) > _MOST_IDS:
         keys.note(f"bad_words_ids has {len(words)} sequences, at most {_MOST_WORDS} of {_MOST_IDS} ids; all left out")
@@ -90,20 +90,20 @@ def _are_tokens(given: object) -> bool:
 
 
 def _drop_rowless(keys: Keys, name: str, items: list[Any], has_rows: list[bool]) -> list[Any]:
-    """The items for whose tokens the model has rows: it never gives the others."""
+    """The items whose tokens have rows in the model; it never generates the others."""
     if not all(has_rows):
         keys.note(f"{name}: entries with tokens that the model has no rows for were left out ({has_rows.count(False)})")
     return [item for item, has in zip(items, has_rows, strict=True) if has]
 
 
 def _note_others(keys: Keys) -> None:
-    others = {name: value for name, value in keys.unread().items() if not _is_idle(name, value)}
-    for name, value in [*others.items()][:_MOST_NOTED]:
+    ignored = {name: value for name, value in keys.unread().items() if not _is_idle(name, value)}
+    for name, value in [*ignored.items()][:_MOST_NOTED]:
         why = "bounds no answer (max_tokens of a request does)" if name in _LENGTHS else "is not supported"
         shown = printable(name).replace("\n", " ")
         keys.note(f"{shown:.80}={value!r:.80} {why} and was left out")
-    if len(others) > _MOST_NOTED:
-        keys.note(f"{len(others) - _MOST_NOTED} more keys are not supported and were left out")
+    if len(ignored) > _MOST_NOTED:
+        keys.note(f"{len(ignored) - _MOST_NOTED} more keys are not supported and were left out")
 
 
 def _is_idle(name: str, value: object) -> bool:

@@ -1,5 +1,5 @@
-"""Reads draft heads of published checkpoints: EAGLE-3's and Gemma 4's assistants, in folders of their own, and
-Qwen3.5's, a part of the model's.
+"""Read draft heads of published checkpoints: EAGLE-3's and Gemma 4's assistants, in separate folders, and Qwen3.5's,
+which is part of the model's folder.
 
 Layouts: https://github.com/SafeAILab/EAGLE (``eagle/model/cnets.py``; arXiv 2503.01840), speculators' ``models/eagle3``
 (https://github.com/vllm-project/speculators), vLLM's ``llama_eagle3.py`` and ``qwen3_5_mtp.py``, and transformers'
@@ -17,10 +17,12 @@ from llmc import bundle
 from llmc.bundle.model.cache import Cache
 from llmc.bundle.model.draft_head import CENTROIDS, HEAD_INPUT, HEAD_OUTPUT
 from llmc.errors import CheckpointError
-from llmc.export.config import BESIDE, AttentionConfig, DecoderConfig, HeadConfig
+from llmc.export.config import DecoderConfig
 from llmc.export.families import read_config
 from llmc.export.families.gemma4 import MORE, OTHER_PARTS
+from llmc.export.heads.shapes import BESIDE, HeadConfig
 from llmc.export.keys import Keys
+from llmc.export.parts.attention import AttentionConfig
 from llmc.export.sources.checkpoint import (
     CONFIG_FILE,
     EMBEDDING,
@@ -38,31 +40,31 @@ from llmc.origin import find_own_file
 
 EAGLE, ASSISTANTS = "LlamaForCausalLMEagle3", ("gemma4_assistant", "gemma4_unified_assistant")
 FINAL_NORM = "model.norm.weight"
-# Keys of EAGLE-3's configs that its tensors say, too, or that the layout has of training and of how many to draft.
+# Keys of EAGLE-3's configs that the tensors determine, or that concern training and the number of drafts.
 EAGLE_KEYS = ("draft_vocab_size", "target_hidden_size", "eagle_config")
 SPECULATORS, BORDERS = "speculators_model_type", "eagle_aux_hidden_state_layer_ids"
 SPECULATORS_KEYS = ("embed_requires_grad", "has_no_defaults_at_init", "speculators_config", "speculators_version")
 
 
 def read_head(folder: Path, of: Path) -> Checkpoint:
-    """Read and check the draft head in ``folder`` for the model whose checkpoint ``of`` is; the same folder for a head
-    that is a part of it. The head gets the model's tokenizer, embedding and, where it has none, head.
+    """Read and check the draft head in ``folder`` for the model in the checkpoint ``of``; both are the same folder if
+    the head is part of the model. The head gets the model's tokenizer and embedding, and its lm_head unless it has one.
 
-    A CheckpointError names what is missing, broken or unsupported.
+    Raises CheckpointError: names what is missing, broken or unsupported.
     """
     if not of.is_dir():
-        raise CheckpointError(f"{of} is no folder; expected the checkpoint folder of the model that the head is for")
+        raise CheckpointError(f"{of} is not a folder; expected the checkpoint folder of the head's model")
     model = read_checkpoint(of, text_only=True)
     shards = read_shards(folder)
     stored: Tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
     keys = Keys(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
     if folder.samefile(of):
-        config, found = _read_part(folder, model.config, stored)
+        config, head_tensors = _read_part(folder, model.config, stored)
     elif keys.raw("model_type") in ASSISTANTS:
-        config, found = _read_assistant(folder, keys, model, stored)
+        config, head_tensors = _read_assistant(folder, keys, model, stored)
     else:
-        config, found = _read_eagle(folder, keys, model, stored)
-    tensors = match_tensors(folder, config, decoder_tensors(folder, config, found))
+        config, head_tensors = _read_eagle(folder, keys, model, stored)
+    tensors = match_tensors(folder, config, decoder_tensors(folder, config, head_tensors))
     files = tuple(shard.path for shard in shards)
     texts = {CONFIG_FILE: (folder / CONFIG_FILE).read_text(encoding="utf-8")}
     for name in bundle.TOKENIZER_FILES:
@@ -73,37 +75,40 @@ def read_head(folder: Path, of: Path) -> Checkpoint:
 
 
 def _read_part(folder: Path, base: DecoderConfig, stored: Tensors) -> tuple[DecoderConfig, Tensors]:
-    """The tensors ``mtp.*`` of Qwen3.5: a layer of full attention behind a linear of the next token's embedding and the
-    model's last hidden state, both normed; after a step it reads its own, behind its last norm."""
+    """The tensors ``mtp.*`` of Qwen3.5: a full-attention layer after a linear of the next token's embedding and the
+    model's last hidden state, both normed; further steps read its own state after its last norm."""
     renamed = rename_tensors(folder, replace(base, left_out=()), stored)
-    tensors = {f"model.{name.removeprefix('mtp.')}": it for name, it in renamed.items() if name.startswith("mtp.")}
+    tensors = {
+        f"model.{name.removeprefix('mtp.')}": tensor for name, tensor in renamed.items() if name.startswith("mtp.")
+    }
     layer = next((layer for layer in base.layers if layer.attention), None)
     if not tensors or layer is None or layer.mlp is None or layer.experts is not None:
-        what = "with experts, which llmc does not read of heads" if tensors else "without tensors mtp.*"
+        problem = "with experts, which llmc does not read of heads" if tensors else "without tensors mtp.*"
         raise CheckpointError(
-            f"{folder} is a {base.model_type} {what}; expected a dense Qwen3.5 with them, or the folder of an EAGLE-3 "
-            "head or a Gemma 4 assistant and --of its model"
+            f"{folder} is a {base.model_type} {problem}; expected a dense Qwen3.5 with them, or the folder of an "
+            "EAGLE-3 head or a Gemma 4 assistant and --of its model"
         )
     tensors |= {"model.target_norm.weight": renamed[FINAL_NORM], EMBEDDING: renamed[EMBEDDING]}
     if not base.tied_head and HEAD in renamed:
         tensors[HEAD] = renamed[HEAD]
-    head = HeadConfig((len(base.layers),), base.hidden_size, beside=False)
+    width = base.hidden_size
+    head = HeadConfig(borders=(len(base.layers),), width=width, own_width=width, beside=False)
     return replace(base, layers=(layer,), axes=(), renamed=(), left_out=(), head=head), tensors
 
 
 def _read_assistant(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors) -> tuple[DecoderConfig, Tensors]:
-    """Gemma 4's assistant: layers with queries only, over keys and values of the model's last layer of their kind. The
-    input projects the last token's embedding and the model's last normed hidden state; the next step reads the
+    """Gemma 4's assistant: layers with only queries, over keys and values of the model's last layer of the same kind.
+    Its input projects the last token's embedding and the model's last normed hidden state; the next step reads the
     assistant's own hidden state, projected to the model's width."""
     width, clustered = keys.integer("backbone_hidden_size"), keys.flag("use_ordered_embeddings")
     count, best = keys.integer("num_centroids", 2048), keys.integer("centroid_intermediate_top_k", 32)
     tied, text = keys.flag("tie_word_embeddings", True), keys.inside("text_config")
     stated = {**(values := keys.raw("text_config")), "num_kv_shared_layers": 0, "vocab_size_per_layer_input": None}
-    keys.skip("bos_token_id", "eos_token_id", "image_token_id", *OTHER_PARTS, *MORE)  # the model's count
+    keys.skip("bos_token_id", "eos_token_id", "image_token_id", *OTHER_PARTS, *MORE)  # the model's are used
     keys.finish()
     config = read_config(Keys(stated, text.where))
     if config.per_layer or values.get("use_double_wide_mlp") or any(layer.experts for layer in config.layers):
-        raise keys.error("text_config", values, "dense layers without inputs of their own or wider MLPs")
+        raise keys.error("text_config", values, "dense layers without per-layer inputs or wider MLPs")
     base = model.config
     expected = base.hidden_size, base.vocab_size, base.norm.eps
     if (width, config.vocab_size, config.norm.eps) != expected or "gemma4" not in base.model_type:
@@ -116,15 +121,19 @@ def _read_assistant(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors
     listed = {cache.name: replace(cache, lent=True) for cache in base.geometry.caches}
     used = dict[str, Cache]()
 
-    def borrow(index: int, own: AttentionConfig) -> AttentionConfig:
-        item = writers.get(bool(own.window))
-        if item is None or (own.kv_heads, own.head_dim, own.window) != (item.kv_heads, item.head_dim, item.window):
+    def borrow(index: int, layer: AttentionConfig) -> AttentionConfig:
+        item = writers.get(bool(layer.window))
+        if item is None or (layer.kv_heads, layer.head_dim, layer.window) != (
+            item.kv_heads,
+            item.head_dim,
+            item.window,
+        ):
             raise CheckpointError(
-                f"{folder}: layer {index} reads {own.kv_heads} heads of {own.head_dim} values in a window of "
-                f"{own.window} (0: all), which no last layer of the model has; give --of its model"
+                f"{folder}: layer {index} reads {layer.kv_heads} heads of {layer.head_dim} values in a window of "
+                f"{layer.window} (0: all), which no last layer of the model has; give --of its model"
             )
         used[item.cache] = listed[item.cache]
-        return replace(own, source=item.layer, lent=True, window=own.window and own.window + 1)
+        return replace(layer, source=item.layer, lent=True, window=layer.window and layer.window + 1)
 
     config = config.change_attentions(borrow)
     renamed = {
@@ -137,9 +146,8 @@ def _read_assistant(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors
     if tied and table is not None:
         tensors[HEAD] = table
     tensors |= {EMBEDDING: _copy(model, EMBEDDING), "model.target_norm.weight": _copy(model, FINAL_NORM)}
-    head = HeadConfig(
-        (len(base.layers),), width, beside=False, lent=tuple(cache for cache in listed.values() if cache.name in used)
-    )
+    lent = tuple(cache for cache in listed.values() if cache.name in used)
+    head = HeadConfig(borders=(len(base.layers),), width=width, own_width=width, beside=False, lent=lent)
     if clustered:
         head = replace(head, clusters=_read_clusters(folder, ordering, base.vocab_size, count), best=min(best, count))
     scale, positions = base.embedding_scale, base.max_positions
@@ -148,7 +156,7 @@ def _read_assistant(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors
 
 
 def _copy(model: Checkpoint, name: str) -> MadeTensor:
-    """A tensor of the model, for a head that has none."""
+    """A converted tensor of the model, for a head that lacks it."""
     tensor = model.tensors[name]
     if not isinstance(tensor, StoredTensor | MadeTensor):
         raise CheckpointError(f"{model.folder}: {name} is quantized; give the checkpoint that it was made from")
@@ -156,10 +164,10 @@ def _copy(model: Checkpoint, name: str) -> MadeTensor:
 
 
 def _read_clusters(folder: Path, ordering: Any, vocab: int, count: int) -> tuple[int, ...]:
-    """For each token its cluster, from the tokens of one cluster after the other."""
+    """The cluster of each token; ``ordering`` lists the tokens of one cluster after the other."""
     if not isinstance(ordering, StoredTensor) or (ordering.dtype, ordering.shape) != ("I64", (vocab,)) or vocab % count:
         raise CheckpointError(
-            f"{folder}: token_ordering is no tensor I64 [{vocab}] of {count} clusters with as many tokens each"
+            f"{folder}: token_ordering is not a tensor I64 [{vocab}] of {count} clusters with as many tokens each"
         )
     tokens = np.memmap(folder / ordering.file, array_type("I64"), "r", ordering.offset, (vocab,))
     if not np.array_equal(np.sort(tokens), np.arange(vocab)):
@@ -170,8 +178,8 @@ def _read_clusters(folder: Path, ordering: Any, vocab: int, count: int) -> tuple
 
 
 def _read_eagle(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors) -> tuple[DecoderConfig, Tensors]:
-    """EAGLE-3: one layer over a projection of three of the model's hidden states, whose attention also reads the next
-    token's normed embedding. Its next step reads its own hidden state before the last norm."""
+    """EAGLE-3: one layer over a projection of three of the model's hidden states; its attention also reads the next
+    token's normed embedding. The next step reads its own hidden state before the last norm."""
     named = keys.raw("architectures")
     if SPECULATORS in keys:
         keys.choice(SPECULATORS, ("eagle3",))
@@ -184,7 +192,7 @@ def _read_eagle(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors) ->
     borders, normed = _read_borders(keys, len(model.config.layers)), keys.flag("norm_before_residual")
     input_norm = keys.flag("norm_before_fc")
     for name in filter(keys.flag, ("fc_norm", "norm_output")):
-        raise keys.error(name, True, "false: of norms around the first linear and the result llmc has norm_before_fc")
+        raise keys.error(name, True, "false: for norms around the first linear and the result llmc has norm_before_fc")
     keys.skip(*EAGLE_KEYS)
     if SPECULATORS in keys:
         keys.skip(*SPECULATORS_KEYS)
@@ -194,23 +202,33 @@ def _read_eagle(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors) ->
     if len(config.layers) != 1:
         raise keys.error("num_hidden_layers", len(config.layers), "1")
     names = {name: name.removeprefix("model.").replace("midlayer.", "layers.0.") for name in stored}
-    tensors = {own if own.startswith("lm_head.") else f"model.{own}": stored[name] for name, own in names.items()}
+    tensors = {
+        parameter if parameter.startswith("lm_head.") else f"model.{parameter}": stored[name]
+        for name, parameter in names.items()
+    }
     offsets, _ = tensors.pop("model.d2t", None), tensors.pop("model.t2d", None)
     if EMBEDDING not in tensors:
         tensors[EMBEDDING] = _copy(model, EMBEDDING)
     vocab, rows = model.config.vocab_size, tensors[HEAD].shape[0] if HEAD in tensors else 0
-    head = HeadConfig(borders, model.config.hidden_size, beside=True, normed=normed, input_norm=input_norm)
+    head = HeadConfig(
+        borders=borders,
+        width=model.config.hidden_size,
+        own_width=config.hidden_size,
+        beside=True,
+        normed=normed,
+        input_norm=input_norm,
+    )
     if offsets is not None:
         head = replace(head, tokens=_read_tokens(folder, offsets, rows, vocab), rows=rows)
     layer = replace(config.layers[0], placement=BESIDE)
-    positions = model.config.max_positions  # a head's config says what it was trained with, and is used beyond
+    positions = model.config.max_positions  # the head's own limit is that of its training
     config = replace(config, layers=(layer,), vocab_size=vocab, max_positions=positions, tied_head=False)
     return replace(config, head=head), tensors
 
 
 def _read_borders(keys: Keys, layers: int) -> tuple[int, ...]:
-    """Number of layers before each hidden state that the head reads: by default 2, half of them, and all but 3.
-    Configs of ``speculators`` state these numbers, others the index of the last of these layers."""
+    """Number of layers before each hidden state that the head reads: by default 2, half of them, and all but 3. Configs
+    of ``speculators`` state these numbers, others the index of the layer before."""
     borders: tuple[int, ...] = (2, layers // 2, layers - 3)
     if SPECULATORS in keys:
         borders = keys.layer_numbers(BORDERS, borders) or borders
@@ -228,12 +246,12 @@ def _read_borders(keys: Keys, layers: int) -> tuple[int, ...]:
 
 
 def _read_tokens(folder: Path, offsets: Any, rows: int, vocab: int) -> tuple[int, ...]:
-    """The head's row of each token; ``offsets`` hold, for each row, its token's id minus the row's number."""
+    """The head's row of each token; for each row, ``offsets`` holds its token's id minus the row's number."""
     if not isinstance(offsets, StoredTensor) or (offsets.dtype, offsets.shape) != ("I64", (rows,)):
-        raise CheckpointError(f"{folder}: d2t is no tensor I64 [{rows}], a number for each row of the head")
+        raise CheckpointError(f"{folder}: d2t is not a tensor I64 [{rows}] with a number per row of the head")
     tokens = np.arange(rows) + np.memmap(folder / offsets.file, array_type("I64"), "r", offsets.offset, (rows,))
     if tokens.min() < 0 or tokens.max() >= vocab or len(np.unique(tokens)) < rows:
-        raise CheckpointError(f"{folder}: d2t names tokens twice, or beyond the model's {vocab}; give --of its model")
+        raise CheckpointError(f"{folder}: d2t repeats tokens, or exceeds the model's {vocab}; give --of its model")
     index = np.full(vocab, rows)
     index[tokens] = np.arange(rows)
     return tuple(index.tolist())

@@ -22,7 +22,7 @@ ARRAY_TYPES = {
     "I64": "int64",
     "I32": "int32",
     "I8": "int8",
-    "I4": "uint8",  # two in each
+    "I4": "uint8",  # two per byte
     "U8": "uint8",
 }
 
@@ -37,7 +37,7 @@ def array_type(dtype: str) -> np.dtype[Any]:
 class MadeTensor:
     """A tensor that is computed piece by piece while the export is written."""
 
-    dtype: str  # as :class:`StoredTensor` says it, one of :data:`ARRAY_TYPES`
+    dtype: str  # one of :data:`ARRAY_TYPES`
     shape: tuple[int, ...]  # of the whole tensor
     pieces: Callable[[], Iterator[NDArray[Any]]]  # yields consecutive pieces of its rows, in that type
 
@@ -47,7 +47,7 @@ class MadeTensor:
 
 
 def write_made(tensors: Mapping[str, StoredTensor | MadeTensor], folder: Path) -> tuple[dict[str, StoredTensor], int]:
-    """Write the converted tensors into ``folder``; return the place of each tensor, and the number of new bytes."""
+    """Write the converted tensors into ``folder``; return each tensor's location, and the number of new bytes."""
     places = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, StoredTensor)}
     made = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, MadeTensor)}
     if not made:

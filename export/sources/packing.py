@@ -1,20 +1,20 @@
-"""Finds quantized tensors of safetensors files by their names and converts them to :mod:`llmc.export.sources.codes`.
+"""Find quantized tensors of safetensors files by name, and convert them to :mod:`llmc.export.sources.codes`.
 
-Layouts, for a linear P with a weight [N, K], 32 / bits codes in a word of int32, the first one lowest unless said:
+Layouts for a linear P with a weight [N, K]; an int32 word holds 32 / bits codes, the first one lowest unless stated:
 
 * AWQ (AutoAWQ's ``gemm``, arXiv 2306.00978): ``P.qweight`` [K, N / 8] and ``P.qzeros`` [K / group, N / 8] pack outputs,
   in the order 0, 2, 4, 6, 1, 3, 5, 7; ``P.scales`` [K / group, N].
 * GPTQ (AutoGPTQ, GPTQModel, arXiv 2210.17323): ``P.qweight`` [K * bits / 32, N] packs inputs, ``P.qzeros``
-  [K / group, N * bits / 32] outputs; ``P.scales`` [K / group, N]; ``P.g_idx`` [K] names the group of each input. The
-  format ``gptq`` stores zero points less one, ``gptq_v2`` as they are.
+  [K / group, N * bits / 32] packs outputs; ``P.scales`` [K / group, N]; ``P.g_idx`` [K] is the group of each input. The
+  format ``gptq`` stores zero points minus one, ``gptq_v2`` unchanged.
 * compressed-tensors: ``P.weight_packed`` [N, K * bits / 32] packs inputs, ``P.weight_zero_point`` [N * bits / 32,
-  K / group] outputs, both with 2^(bits-1) added; ``P.weight_scale`` [N, K / group]; ``P.weight_shape``, and with a
-  choice of groups ``P.weight_g_idx``. Codes of ``int-quantized`` are ``P.weight`` int8 [N, K] as they are.
-* mxfp4, for the experts P of a layer: ``P_blocks`` uint8 [E, N, K / 32, 16], two floats of 4 bits in each, the first
-  one low, and ``P_scales`` uint8 [E, N, K / 32], exponents of two plus 127. They stay where they are.
+  K / group] packs outputs, both plus 2^(bits-1); ``P.weight_scale`` [N, K / group]; ``P.weight_shape``, and with
+  act-order ``P.weight_g_idx``. ``int-quantized`` stores codes unpacked as ``P.weight`` int8 [N, K].
+* mxfp4, for the experts P of a layer: ``P_blocks`` uint8 [E, N, K / 32, 16], two 4-bit floats per byte, the first one
+  low, and ``P_scales`` uint8 [E, N, K / 32], exponents of two plus 127. They are used in place.
 * fp8: ``P.weight`` float8 (e4m3) [N, K], times ``P.weight_scale_inv`` [N / 128, K / 128], or ``P.weight_scale`` of a
   block, a row or all; stacks P of experts [E, N, K] times ``P_scale_inv`` [E, rows, columns], whose blocks may be
-  smaller than the config says: gate and up have one each at least. Scales may be exponents (e8m0).
+  smaller than the config says: gate and up have at least one each. Scales may be exponents (e8m0).
 """
 
 from collections.abc import Callable, Iterator
@@ -33,20 +33,20 @@ from llmc.export.sources.quantization import Quantization
 from llmc.export.sources.safetensors import FLOATS, StoredTensor
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-# Number of codes that are unpacked at a time, in multiples of eight rows.
+# Codes to unpack at a time, in multiples of eight rows.
 PIECE = 1 << 22
-# Tensors about rounding activations or the cache, which llmc ignores.
+# Tensors about rounding of activations or of the cache, which llmc ignores.
 _LEFT_OUT = (
     ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".output_zero_point", ".k_scale",
     ".v_scale", ".q_scale", ".activation_scale", "_proj_activation_scale", "_proj_input_scale",
 )  # fmt: skip
 Words = NDArray[np.int32]
-# Types of the scales of float8, and the blocks of a config that says nothing of them.
+# Types of float8's scales, and the default blocks.
 SCALES, BLOCK = (*FLOATS, "F8_E8M0"), (128, 128)
 
 
 def unpack_weights(folder: Path, stored: dict[str, StoredTensor], how: Quantization | None) -> dict[str, Weight]:
-    """Tensors by name, with one weight for all the tensors that make up a quantized one."""
+    """Tensors by name; the tensors of a quantized linear become one weight."""
     if how is None:
         return {**stored}
     rest, weights = {name: item for name, item in stored.items() if not name.endswith(_LEFT_OUT)}, {}
@@ -55,19 +55,19 @@ def unpack_weights(folder: Path, stored: dict[str, StoredTensor], how: Quantizat
     for name in list(rest):
         module, _, part = name.rpartition(".")
         if name not in rest:
-            continue  # taken with the codes
+            continue  # read together with the codes
         if part in ("qweight", "weight_packed") or (part == "weight" and rest[name].dtype in ("I8", "F8_E4M3")):
             weights[f"{module}.weight"] = _Parts(folder, module, rest, how).weight(part)
         elif rest[name].dtype == "F8_E4M3" and how.method == "fp8":
             weights[name] = _Parts(folder, name, rest, how).stack()
     for name in weights:
         if name in rest:
-            raise CheckpointError(f"{folder}: {name} is stored twice, quantized and as it is; remove one of them")
+            raise CheckpointError(f"{folder}: {name} is stored twice, quantized and unquantized; remove one of them")
     return {**rest, **weights}
 
 
 def _find_mxfp4(folder: Path, rest: dict[str, StoredTensor]) -> dict[str, Weight]:
-    """Experts by their name, whose tensors are taken out of ``rest``."""
+    """Experts by name; their tensors are removed from ``rest``."""
     stacks: dict[str, Weight] = {}
     for name in [name for name in rest if name.endswith(("_blocks", "_scales"))]:
         module, _, part = name.rpartition("_")
@@ -86,7 +86,7 @@ def _find_mxfp4(folder: Path, rest: dict[str, StoredTensor]) -> dict[str, Weight
         if (scales.dtype, scales.shape) != ("U8", blocks.shape[:3]):
             raise CheckpointError(
                 f"{folder}: {module}_scales is {scales.dtype} {list(scales.shape)}, expected U8 "
-                f"{list(blocks.shape[:3])}, one for each block"
+                f"{list(blocks.shape[:3])}, one per block"
             )
         experts, outputs, groups, width = blocks.shape
         stacks[module] = Mxfp4Tensor(replace(blocks, shape=(experts, outputs, groups * width)), scales)
@@ -94,7 +94,7 @@ def _find_mxfp4(folder: Path, rest: dict[str, StoredTensor]) -> dict[str, Weight
 
 
 class _Parts:
-    """The tensors of one quantized linear; ``rest`` are those not used yet."""
+    """The tensors of one quantized linear; ``rest`` holds the tensors not used yet."""
 
     def __init__(self, folder: Path, module: str, rest: dict[str, StoredTensor], how: Quantization) -> None:
         self.folder, self.module, self.rest, self.how = folder, module, rest, how
@@ -102,7 +102,7 @@ class _Parts:
     def weight(self, part: str) -> Weight:
         """The linear's weight; ``part`` names its codes."""
         if self.module in self.how.ignored:
-            raise self._error(f"is quantized ({part}), but quantization_config lists it as one that is not")
+            raise self._error(f"is quantized ({part}), but quantization_config lists it as unquantized")
         makers = {
             ("awq", "qweight"): self._awq,
             ("gptq", "qweight"): self._gptq,
@@ -115,7 +115,7 @@ class _Parts:
         return makers[self.how.method, part]()
 
     def stack(self) -> Weight:
-        """Weights of all experts in float8, stored as one tensor under the module's name."""
+        """Weights of all experts in float8, stored as one tensor with the module's name."""
         codes = self.rest.pop(self.module)
         if len(codes.shape) != 3 or 0 in codes.shape:
             raise self._error(f"is {codes.dtype} {list(codes.shape)}, expected float8 of experts, outputs and inputs")
@@ -124,8 +124,8 @@ class _Parts:
         scales = self.rest.pop(f"{self.module}{name}", None)
         grid = () if scales is None or scales.dtype not in SCALES else scales.shape
         if scales is None or len(grid) != 3 or grid[0] != experts or 0 in grid:
-            found = "missing" if scales is None else f"{scales.dtype} {list(scales.shape)}"
-            raise self._error(f"needs {self.module}{name} [{experts}, rows, columns], which is {found}")
+            actual = "missing" if scales is None else f"{scales.dtype} {list(scales.shape)}"
+            raise self._error(f"needs {self.module}{name} [{experts}, rows, columns], which is {actual}")
         rows, columns = (
             self._fit(size, count, block)
             for size, count, block in zip((outputs, inputs), grid[1:], self.how.block, strict=True)
@@ -140,7 +140,7 @@ class _Parts:
         return MadeTensor("F32", codes.shape, pieces)
 
     def _fit(self, size: int, count: int, block: int) -> int:
-        """Values of ``size`` that share one of ``count`` scales."""
+        """Number of values that share a scale, if ``count`` scales cover ``size`` values."""
         if block and -(-size // block) == count:
             return block
         if size % count:
@@ -184,7 +184,7 @@ class _Parts:
             if int(levels.max()) >> grid.bits:
                 raise self._error(
                     f"has a zero point of {int(levels.max())}, beyond its {grid.bits} bits: the format gptq cannot "
-                    "store zero points of 0; quantize it again into gptq_v2"
+                    "store zero points of 0; quantize it again with gptq_v2"
                 )
             return _center(levels.T, grid.bits)
 
@@ -225,7 +225,7 @@ class _Parts:
             return self._float8(codes)
         outputs, inputs = codes.shape
         shape = self._peek("weight_scale", None).shape
-        per_row = shape in ((1,), (), (outputs,))  # one scale for all, or one a row
+        per_row = shape in ((1,), (), (outputs,))  # one scale for all, or one per row
         groups = 1 if per_row else self._groups(shape[-1], inputs, 8)
         scales = self._take("weight_scale", FLOATS, shape if per_row else (outputs, groups))
         zeros = self._optional("weight_zero_point", ("I8",), scales.shape)
@@ -258,7 +258,7 @@ class _Parts:
                 values *= np.repeat(factors[np.arange(start, stop) // rows], columns, axis=1)[:, :inputs]
                 yield values
 
-        return MadeTensor("F32", (outputs, inputs), pieces)  # 16 bits would round the product once more
+        return MadeTensor("F32", (outputs, inputs), pieces)  # 16 bits would round the product again
 
     # --------------------------------------------------------------------------------------------------- parts
 
@@ -271,7 +271,7 @@ class _Parts:
         order: NDArray[np.int32] | None = None,
         by_input: bool = True,
     ) -> QuantizedTensor:
-        """The matrix; ``by_input`` says that scales are stored [K / block, N]."""
+        """The matrix; ``by_input``: scales are stored [K / block, N]."""
 
         def turned() -> NDArray[np.float32]:
             scale_values = self._read(scales).astype(np.float32)
@@ -293,13 +293,13 @@ class _Parts:
         return groups
 
     def _order(self, name: str, inputs: int, groups: int) -> NDArray[np.int32] | None:
-        """For each input its column among codes sorted by groups; None if they are sorted already."""
+        """For each input its column after sorting by group; None if inputs are already sorted."""
         stored = self._optional(name, ("I32",), (inputs,))
         if stored is None:
             return None
         group_of = self._read(stored)
         width = inputs // groups
-        if (group_of == -1).all():  # compressed-tensors writes this if columns are not reordered
+        if (group_of == -1).all():  # compressed-tensors writes this without act-order
             return None
         if not np.array_equal(np.sort(group_of), np.arange(inputs) // width):
             raise self._error(f"has a {name} that does not put {width} inputs into each of {groups} groups")
@@ -359,13 +359,13 @@ def read_rows(folder: Path, tensor: StoredTensor, start: int = 0, stop: int | No
 
 
 def _spans(outputs: int, inputs: int) -> Iterator[tuple[int, int]]:
-    """Slices of rows of about :data:`PIECE` codes, each but the last of a multiple of eight rows."""
+    """Row ranges of about :data:`PIECE` codes; all except the last are multiples of eight rows."""
     step = max(8, PIECE // inputs // 8 * 8)
     return ((start, min(start + step, outputs)) for start in range(0, outputs, step))
 
 
 def _fields(words: Words, bits: int) -> NDArray[np.uint8]:
-    """Unpack words [R, C] along their rows -> [R, C * 32 / bits], the lowest bits first."""
+    """Unpack words [R, C] along their rows to [R, C * 32 / bits], lowest bits first."""
     octets = np.ascontiguousarray(words).view(np.uint8).reshape(len(words), -1)
     if bits == 8:
         return octets
@@ -375,14 +375,14 @@ def _fields(words: Words, bits: int) -> NDArray[np.uint8]:
 
 
 def _by_row(words: Words, bits: int, order: NDArray[np.int32] | None) -> NDArray[Any]:
-    """Convert rows of words that pack inputs: signed, and sorted by groups."""
+    """Convert rows of words that pack inputs: make codes signed, and sort them by group."""
     if order is not None:
         codes = _center(np.take(_fields(words, bits), np.argsort(order), axis=1), bits)
         return pack_codes(codes) if bits == 4 else codes
-    # Bytes of little-endian words are in the order of the codes; flipping each code's upper bit makes it signed.
+    # Bytes of little-endian words are in code order; flipping each code's highest bit makes it signed.
     octets = words.view(np.uint8).reshape(len(words), -1) ^ np.uint8(0x88 if bits == 4 else 0x80)
-    found: NDArray[Any] = octets if bits == 4 else octets.view(np.int8)
-    return found
+    signed: NDArray[Any] = octets if bits == 4 else octets.view(np.int8)
+    return signed
 
 
 def _center(levels: NDArray[Any], bits: int) -> NDArray[np.int8]:
@@ -391,7 +391,7 @@ def _center(levels: NDArray[Any], bits: int) -> NDArray[np.int8]:
 
 
 def _awq_outputs(words: Words) -> NDArray[np.int8]:
-    """Words [K, N / 8] in AWQ's order -> codes [N, K], signed."""
+    """Words [K, N / 8] in AWQ's order to codes [N, K], signed."""
     fields = _fields(words, 4).reshape(len(words), -1, 8)
     levels = np.empty_like(fields)
     levels[:, :, AWQ_ORDER] = fields

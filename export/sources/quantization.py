@@ -1,6 +1,7 @@
-"""Reads ``quantization_config`` of a checkpoint's config.json: how its weights are stored.
+"""Read ``quantization_config`` from a checkpoint's config.json: how its weights are stored.
 
-The files tell which linears are quantized, and their shapes how; the config tells how to read them, and must agree.
+The tensor names and shapes show which linears are quantized and how; the config, which must agree, tells how to read
+them.
 """
 
 from dataclasses import dataclass
@@ -38,12 +39,12 @@ class Grid:
 
 @dataclass(frozen=True)
 class Quantization:
-    """The form in which a checkpoint stores weights."""
+    """How a checkpoint stores quantized weights."""
 
     method: str  # one of :data:`METHODS`
-    grids: tuple[Grid, ...]  # each quantized linear has one of them
-    ignored: tuple[str, ...] = ()  # modules that the config names as not quantized
-    zero_offset: int = 0  # number to add to stored zero points: the original GPTQ stores them minus one
+    grids: tuple[Grid, ...]  # formats that a quantized linear may have
+    ignored: tuple[str, ...] = ()  # modules that the config lists as unquantized
+    zero_offset: int = 0  # added to stored zero points: the original GPTQ stores them minus one
     # rows and columns that share a scale of fp8; (0, 0) if a row or the whole matrix does
     block: tuple[int, int] = (0, 0)
 
@@ -57,9 +58,9 @@ def read_quantization(config: Keys) -> Quantization | None:
     method = keys.choice("quant_method", METHODS)
     keys.skip(*_SETTLED)
     readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _read_compressed, "fp8": _fp8, "mxfp4": _mxfp4}
-    found = readers[method](keys, config)
+    quantization = readers[method](keys, config)
     keys.finish()
-    return found
+    return quantization
 
 
 def _awq(keys: Keys, _: Keys) -> Quantization:
@@ -68,7 +69,7 @@ def _awq(keys: Keys, _: Keys) -> Quantization:
         raise keys.error("version", version, "gemm, the order of codes that AutoAWQ writes by default")
     for name in ("format", "checkpoint_format"):
         keys.choice(name, ("gemm",), "gemm")
-    keys.flag("zero_point", True)  # the files have zero points all the same
+    keys.flag("zero_point", True)  # the files always have zero points
     _read_packing(keys)
     return Quantization("awq", (Grid(_bits(keys, "bits", (4,)), _group(keys)),), _names(keys, "modules_to_not_convert"))
 
@@ -88,7 +89,7 @@ def _read_packing(keys: Keys) -> None:
     keys.choice("pack_dtype", ("int32",), "int32")
     dynamic = keys.raw("dynamic") or {}
     if not isinstance(dynamic, dict) or any(not str(name).startswith("-:") for name in dynamic):
-        raise keys.error("dynamic", dynamic, "only patterns that begin with -: and leave modules as they are")
+        raise keys.error("dynamic", dynamic, "only patterns that begin with -: and leave modules unquantized")
 
 
 def _fp8(keys: Keys, config: Keys) -> Quantization:
@@ -113,7 +114,7 @@ def _read_compressed(keys: Keys, config: Keys) -> Quantization:
     for name, plain in (("sparsity_config", "dense"), ("transform_config", ""), ("moe_sparsity_config", "")):
         value = keys.raw(name) or {}
         if not isinstance(value, dict) or (any(value.values()) and value.get("format") != plain):
-            raise keys.error(name, value, "nothing, for that is not read")
+            raise keys.error(name, value, "nothing, since llmc does not read it")
     if keys.raw("kv_cache_scheme") is not None:
         _note_cache(config)
     groups = keys.inside("config_groups")
@@ -125,7 +126,7 @@ def _read_compressed(keys: Keys, config: Keys) -> Quantization:
         blocks.append(block)
     groups.finish()
     if not grids or len(set(blocks)) > 1:
-        raise keys.error("config_groups", sorted(named), "one group, or several of which all or none have fp8 blocks")
+        raise keys.error("config_groups", sorted(named), "one group, or several that all or none have fp8 blocks")
     return Quantization("compressed-tensors", tuple(grids), _names(keys, "ignore"), block=blocks[0])
 
 
@@ -174,7 +175,7 @@ def _pair(keys: Keys, name: str) -> tuple[int, int]:
 
 
 def _names(keys: Keys, name: str) -> tuple[str, ...]:
-    """Modules in a list; patterns are skipped, since the files tell which modules they match."""
+    """Module names in a list; patterns are skipped, since the files show which modules are quantized."""
     value: Any = keys.raw(name) or []
     if not isinstance(value, list) or any(not isinstance(item, str) for item in value):
         raise keys.error(name, value, "a list of names of modules")
@@ -182,10 +183,10 @@ def _names(keys: Keys, name: str) -> tuple[str, ...]:
 
 
 def _note_activations(config: Keys) -> None:
-    sentence = "activations are not rounded as quantization_config says, only weights are as it has them"
+    sentence = "activations are not rounded as quantization_config says; only weights are quantized"
     if not any(sentence in note for note in config.notes):
         config.note(sentence)
 
 
 def _note_cache(config: Keys) -> None:
-    config.note("the KV cache is not rounded as quantization_config says; build with an int8 cache to have it small")
+    config.note("the KV cache is not rounded as quantization_config says; build with an int8 cache for a small one")

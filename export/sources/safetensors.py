@@ -1,4 +1,4 @@
-"""Safetensors files: where each tensor's bytes lie. Headers only; no weight is read.
+"""Read safetensors headers: where each tensor's bytes are. No weight is read.
 
 Format: 8 bytes of header length (little endian), the header as JSON, then the tensors without gaps.
 Source: https://github.com/huggingface/safetensors#format
@@ -17,7 +17,7 @@ from llmc.strict import open_regular, parse_json, read_json
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16")
-# Types of tensors; I4 is llmc's own, safetensors has none.
+# Tensor types; I4 is llmc's own, safetensors has none.
 DTYPE_NAMES = {
     "F32": "float32",
     "F16": "float16",
@@ -45,15 +45,15 @@ ITEM_BITS = {
 }
 ITEM_BITS["BOOL"] = 8
 SUFFIX = ".safetensors"
-# Most dimensions of a tensor; a decoder's have one or two.
+# Most dimensions of a tensor; decoders have one or two.
 MOST_DIMENSIONS = 8
-# Most characters of a tensor's name, which errors repeat; a decoder's have about fifty.
+# Most characters of a tensor's name, which errors repeat; decoders have about fifty.
 LONGEST_NAME = 500
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Place of a weight: ``length`` bytes at ``offset`` of ``file``; ``dtype`` is safetensors' name, such as F32."""
+    """Location of a weight: ``length`` bytes at ``offset`` of ``file``; ``dtype`` is safetensors' name, such as F32."""
 
     file: str
     offset: int
@@ -75,7 +75,7 @@ class Shard:
 
 
 def read_shards(folder: Path) -> list[Shard]:
-    """Read the headers of ``model.safetensors``, or of all the files that its index names."""
+    """Read the headers of ``model.safetensors``, or of all files in its index."""
     if (folder / SINGLE_FILE).is_file():
         return [read_shard(folder / SINGLE_FILE)]
     if not (folder / INDEX_FILE).is_file():
@@ -99,7 +99,7 @@ def read_shard(path: Path) -> Shard:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MOST_HEADER):
-                raise CheckpointError(f"{path} is truncated or no safetensors file ({size} bytes); download it again")
+                raise CheckpointError(f"{path} is truncated or not safetensors ({size} bytes); download it again")
             header = file.read(length)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from error
@@ -116,7 +116,7 @@ def _parse_header(path: Path, header: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path} has a corrupt safetensors header ({error}); download it again") from error
     if not isinstance(entries, dict):
-        raise CheckpointError(f"{path} has a corrupt safetensors header (no JSON object); download it again")
+        raise CheckpointError(f"{path} has a corrupt safetensors header (not a JSON object); download it again")
     entries.pop("__metadata__", None)
     return entries
 
@@ -125,7 +125,7 @@ def _locate_tensor(path: Path, name: str, entry: Any, start: int) -> StoredTenso
     if len(name) > LONGEST_NAME or not name.isprintable():
         raise CheckpointError(
             f"{path}: {name[:50]!r}... is a tensor's name of {len(name)} characters, expected at most {LONGEST_NAME} "
-            "printable ones; get the checkpoint from somebody else"
+            "printable ones; get the checkpoint from another source"
         )
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
@@ -138,8 +138,8 @@ def _locate_tensor(path: Path, name: str, entry: Any, start: int) -> StoredTenso
     if dtype not in ITEM_BITS or dtype == "I4":
         known = ", ".join(name for name in ITEM_BITS if name != "I4")
         raise CheckpointError(
-            f"{path}: {name} has dtype {format_name(dtype)}, expected one of {known}; llmc does not read this "
-            "one: export the checkpoint that it was made from"
+            f"{path}: {name} has dtype {format_name(dtype)}, expected one of {known}; export the checkpoint that it "
+            "was made from"
         )
     if 8 * (end - begin) != math.prod(shape) * ITEM_BITS[dtype]:
         raise CheckpointError(
@@ -150,7 +150,7 @@ def _locate_tensor(path: Path, name: str, entry: Any, start: int) -> StoredTenso
 
 
 def _check_layout(path: Path, tensors: dict[str, StoredTensor], start: int, size: int) -> None:
-    """Check that tensors follow each other without gap or overlap, and the last one ends the file."""
+    """Check that tensors follow each other without gap or overlap, and that the last one ends the file."""
     position = start
     for tensor in sorted(tensors.values(), key=lambda t: (t.offset, t.length)):
         if tensor.offset != position:
@@ -163,16 +163,14 @@ def _check_layout(path: Path, tensors: dict[str, StoredTensor], start: int, size
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        found = find_own_file(path.parent, path.name) or path
-        index = dict(read_json(found)["weight_map"])
+        file_path = find_own_file(path.parent, path.name) or path
+        index = dict(read_json(file_path)["weight_map"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path} is corrupt (no weight_map in it); download it again") from error
     for name, file in index.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(SUFFIX):
             expected = f"a file name in the same folder that ends in {SUFFIX}"
-            raise CheckpointError(
-                f"{path}: {format_name(name)} is said to be in {format_value(file)}, expected {expected}"
-            )
+            raise CheckpointError(f"{path}: {format_name(name)} is listed in {format_value(file)}, expected {expected}")
     return index
 
 

@@ -1,4 +1,4 @@
-"""Takes tokens out of a tokenizer that the model has no rows for: what spells one stays plain text."""
+"""Remove tokens without rows in the model from a tokenizer: their texts become plain text."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,22 +9,22 @@ from llmc.bundle import TOKENIZER_FILE
 from llmc.errors import CheckpointError
 
 CONFIG_FILE, MAP_FILE = "tokenizer_config.json", "special_tokens_map.json"
-# Keys of these files under which the runtime reads tokens, in its order.
+# Keys of these files where the runtime reads tokens, in its order.
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LISTS = ("extra_special_tokens", "additional_special_tokens")
-# Settings of a BPE model by which a token is found without a merge.
+# Settings with which a BPE model finds a token without a merge.
 _FOUND_WHOLE = ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
 _NAMED_IN_NOTE = 3
 
 
 def cut_tokenizer(where: str, files: Mapping[str, dict[str, Any]], rows: int) -> tuple[dict[str, str], list[str]]:
-    """Remove all tokens without one of the ``rows`` from the contents of a tokenizer's files.
+    """Remove all tokens with ids of ``rows`` or more from the contents of a tokenizer's files.
 
-    Returns the texts of the files that change, and notes. Published Gemma 3 1B needs it: its tokenizer knows a token of
-    images for which only the larger models have a row.
+    Returns the texts of the files that change, and notes. Published Gemma 3 1B needs this: its tokenizer has an image
+    token that only the larger models have a row for.
 
     Raises:
-        CheckpointError: ordinary texts are made into such tokens, or get one around them; or a file is broken.
+        CheckpointError: ordinary text contains such tokens, or gets one around it; or a file is broken.
     """
     try:
         return _cut(f"{where}/{TOKENIZER_FILE}", files, rows)
@@ -61,12 +61,12 @@ def read_tokens(where: str, content: dict[str, Any]) -> Iterator[tuple[int, str]
             yield number, token
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{where} is no tokenizer (its vocabulary is not a list of tokens); download it again"
+            f"{where} is not a tokenizer (its vocabulary is not a list of tokens); download it again"
         ) from error
 
 
 def _check_unused(where: str, content: dict[str, Any], beyond: set[str], rows: int) -> None:
-    """Refuse a tokenizer that makes tokens beyond the rows of ordinary text: it belongs to another model."""
+    """Refuse a tokenizer that makes tokens beyond the rows from ordinary text: it belongs to another model."""
     model = content["model"]
     added = {entry["content"] for entry in content.get("added_tokens") or ()}
     made = {left + right for left, right in map(_pair, model.get("merges") or ())}
@@ -77,13 +77,13 @@ def _check_unused(where: str, content: dict[str, Any], beyond: set[str], rows: i
     if used:
         known = 1 + max(number for number, _ in read_tokens(where, content))
         raise CheckpointError(
-            f"{where}: it knows {known} tokens, and makes such as {min(used)!r:.80} of texts, but the model has "
+            f"{where}: it has {known} tokens, and makes tokens such as {min(used)!r:.80} from text, but the model has "
             f"{rows} rows (vocab_size); give it the tokenizer that it was trained with"
         )
 
 
 def _around(processor: Any) -> Iterator[str]:
-    """Texts of the tokens that a post-processor puts around a text."""
+    """Texts of the tokens that a post-processor adds around a text."""
     for name, value in processor.items() if isinstance(processor, dict) else enumerate(processor or ()):
         if name == "SpecialToken" and isinstance(value, dict):
             yield str(value.get("id"))
@@ -110,7 +110,7 @@ def _cut_content(content: dict[str, Any], beyond: set[str]) -> dict[str, Any]:
 
 
 def _list_unknown(content: dict[str, Any], files: Mapping[str, dict[str, Any]], rows: int) -> set[str]:
-    """Tokens that only the other files name and whose ids, after the last known one, have no row."""
+    """Tokens that only the other files name, and whose ids, after the last known one, have no row."""
     known = {token for _, token in read_tokens(TOKENIZER_FILE, content)}
     added = [entry["id"] for entry in content.get("added_tokens") or ()]
     first = max(len(content["model"].get("vocab", ())), 1 + max(added, default=-1))
@@ -127,7 +127,7 @@ def _list_unknown(content: dict[str, Any], files: Mapping[str, dict[str, Any]], 
 
 
 def _cut_names(config: dict[str, Any], beyond: set[str]) -> dict[str, Any]:
-    """``config`` without the tokens ``beyond``; the same object where it names none of them."""
+    """``config`` without the tokens ``beyond``; the same object if it names none of them."""
     cut = {name: value for name, value in config.items() if not (name.endswith("_token") and _text(value) in beyond)}
     for name in ("added_tokens_decoder", *_LISTS):
         value = cut.get(name)

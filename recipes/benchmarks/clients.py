@@ -1,4 +1,4 @@
-"""Clients of a server with OpenAI's API: each sends its next request when it has its answer. service.py starts them.
+"""Clients of a server with OpenAI's API: each sends its next request after its last answer. service.py starts them.
 
 python clients.py http://127.0.0.1:8000 --concurrency 8 --requests 96    # the figures as JSON
 """
@@ -21,9 +21,9 @@ from machine import positive
 
 TIMEOUT_S = 540.0  # of one request
 FIELDS = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True, "temperature": 0}
-PROBES = (64, 128)  # words of the prompts that show how a server counts
+PROBES = (64, 128)  # words of the prompts that reveal how a server counts tokens
 QUANTILES = (50, 90, 95, 99)
-# Short and frequent, so nearly every vocabulary has each as one token.
+# Short and frequent, so that nearly every vocabulary has each as one token.
 _FREQUENT = """
 the of and to in is you that it was for on are as with they at be this have from or one had by but not all were
 we when your can said there use an each which do how their if will up other about out many then them these so
@@ -45,7 +45,7 @@ class Exchange:
 
 
 def ask(connection: HTTPConnection, prompt: str, max_tokens: int) -> Exchange:
-    """Send one request and time its stream. Raises SystemExit: the answer is none, or not whole."""
+    """Send one request and time its stream. Raises SystemExit: there is no answer, or it is incomplete."""
     messages = [{"role": "user", "content": prompt}]
     body = json.dumps({**FIELDS, "messages": messages, "max_tokens": max_tokens})
     exchange, finished = Exchange(time.perf_counter()), False
@@ -58,7 +58,7 @@ def ask(connection: HTTPConnection, prompt: str, max_tokens: int) -> Exchange:
         if not line.startswith(b"data:"):
             continue
         if finished := line[5:].strip() == b"[DONE]":
-            continue  # reads the body to its end, so that the connection can be used again
+            continue  # read the body to its end, so that the connection can be used again
         chunk = json.loads(line[5:])
         if "error" in chunk:
             raise SystemExit(f"the stream ended with an error: {chunk['error']}")
@@ -73,7 +73,7 @@ def ask(connection: HTTPConnection, prompt: str, max_tokens: int) -> Exchange:
 
 
 def make_prompts(count: Callable[[str], int], tokens: int, number: int, seed: int) -> list[str]:
-    """Make prompts of random words, no two alike; ``count`` gives the tokens of a prompt with its chat template."""
+    """Make different prompts of random words; ``count`` returns the tokens of a prompt with its chat template."""
     draw = np.random.default_rng(seed)
     few, many = (count(" ".join(draw.choice(WORDS, words))) for words in PROBES)
     per_word = (many - few) / (PROBES[1] - PROBES[0])
@@ -82,7 +82,7 @@ def make_prompts(count: Callable[[str], int], tokens: int, number: int, seed: in
 
 
 def closed_loop(ask_one: Callable[[str], Exchange], prompts: Iterable[str], concurrency: int) -> dict[str, Any]:
-    """Ask from so many threads, each its next question after its last answer, and compute the figures."""
+    """Ask from ``concurrency`` threads, each after its last answer, and compute the figures."""
     with ThreadPoolExecutor(concurrency) as pool:
         return figures(list(pool.map(ask_one, prompts)))
 
@@ -121,10 +121,10 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=positive, default=64)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    with ExitStack() as held:
+    with ExitStack() as connections:
         idle: SimpleQueue[HTTPConnection] = SimpleQueue()
         for _ in range(args.concurrency):
-            idle.put(held.enter_context(closing(HTTPConnection(urlsplit(args.url).netloc, timeout=TIMEOUT_S))))
+            idle.put(connections.enter_context(closing(HTTPConnection(urlsplit(args.url).netloc, timeout=TIMEOUT_S))))
 
         def send(max_tokens: int, prompt: str) -> Exchange:
             connection = idle.get()

@@ -1,4 +1,4 @@
-"""Convert a Hugging Face checkpoint by llama.cpp's own converter, whatever its tokenizer is, and quantize it there.
+"""Convert a Hugging Face checkpoint with llama.cpp's own converter, whatever its tokenizer, and quantize it.
 
     python convert_gguf.py LLAMA_CPP CHECKPOINT PREFIX f16 q8_0 ...     # PREFIX-f16.gguf, PREFIX-q8_0.gguf, ...
     python convert_gguf.py LLAMA_CPP CHECKPOINT PREFIX mmproj           # PREFIX-mmproj.gguf: the tower in Q8_0
@@ -14,17 +14,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-# llama_ftype, and whether all matrices get that type: llama.cpp keeps some, the tied head above all, in more bits.
+# llama_ftype, and True if all matrices get that type: llama.cpp keeps some, such as a tied head, in more bits.
 SCHEMES = {
     "f16": (1, True),
     "q4_0": (2, False),
     "q4_0_pure": (2, True),
     "q8_0": (7, False),
     "q4_k_m": (15, False),
-    "mxfp4": (38, False),  # keeps experts that are in it, and makes Q8_0 of the rest
+    "mxfp4": (38, False),  # keeps experts in it, and quantizes the rest to Q8_0
 }
 TOWER = "mmproj"
-PATTERN = "qwen2"  # of the small model's tokenizer: llama.cpp knows patterns by a hash of what real ones give
+PATTERN = "qwen2"  # of the small model's tokenizer, whose hash llama.cpp does not know
 
 
 def find_converter(checkpoint: Path, tower: bool) -> Any:
@@ -37,7 +37,7 @@ def find_converter(checkpoint: Path, tower: bool) -> Any:
 
 
 def write_f16(checkpoint: Path, path: Path) -> None:
-    """Write matrices as float16, experts in MXFP4 as they are, and the vocabulary as one of byte pairs."""
+    """Write matrices as float16, experts unchanged in MXFP4, and a byte-pair vocabulary."""
     import gguf
 
     converter = find_converter(checkpoint, tower=False)
@@ -47,14 +47,14 @@ def write_f16(checkpoint: Path, path: Path) -> None:
 
 
 def write_tower(checkpoint: Path, path: Path) -> None:
-    """Write the tower of a checkpoint that sees; its scheme is the converter's, for llama-quantize takes none."""
+    """Write the vision tower; the converter chooses its types, since llama-quantize does not accept a tower."""
     import gguf
 
     find_converter(checkpoint, tower=True)(checkpoint, gguf.LlamaFileType.MOSTLY_Q8_0, path).write()
 
 
 def quantize(source: Path, target: Path, scheme: str) -> None:
-    """Quantize as ``llama-quantize`` does, with its own choice of types per tensor unless the scheme is a pure one."""
+    """Quantize like ``llama-quantize``, with its choice of types per tensor unless the scheme is a pure one."""
     import llama_cpp
 
     parameters = llama_cpp.llama_model_quantize_default_params()
@@ -65,7 +65,7 @@ def quantize(source: Path, target: Path, scheme: str) -> None:
 
 
 def main() -> None:
-    """Write PREFIX-SCHEME.gguf for each scheme of the command line, PREFIX-mmproj.gguf where it is among them."""
+    """Write PREFIX-SCHEME.gguf for each scheme of the command line, and PREFIX-mmproj.gguf if it is among them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", type=Path, help="llama.cpp's folder, with convert_hf_to_gguf.py")
     parser.add_argument("checkpoint", type=Path)

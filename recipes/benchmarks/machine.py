@@ -1,4 +1,4 @@
-"""Parts that all benchmarks share: turns of what is compared, ratios, tables, the machine and how busy it was."""
+"""Shared parts of the benchmarks: alternate the systems, compute ratios, print tables, describe the machine."""
 
 import argparse
 import datetime
@@ -19,7 +19,7 @@ from llmc.runtime.diagnose.doctor import this_machine
 
 STAT = Path("/proc/stat")
 BUSY_FIELDS = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal
-QUIET_CPUS = 0.1  # more than this busy with something else, and the figures are in doubt
+QUIET_CPUS = 0.1  # more CPUs busy with other work make the figures doubtful
 T = TypeVar("T")
 
 
@@ -31,28 +31,28 @@ def positive(text: str) -> int:
 
 
 def in_turns(ways: Mapping[str, Callable[[int], T]], rounds: int) -> dict[str, list[T]]:
-    """Call each way with the number of the round, in alternating order; round 0 warms up, and is not kept."""
-    found: dict[str, list[T]] = {name: [] for name in ways}
+    """Call each function with the number of the round, in alternating order; round 0 warms up and is dropped."""
+    results: dict[str, list[T]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name in list(ways)[:: 1 if number % 2 else -1]:
             result = ways[name](number)
             if number:
-                found[name].append(result)
-    return found
+                results[name].append(result)
+    return results
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> str:
-    """The median over rounds of the quotients within each round, with the least and the most."""
+    """The median over rounds of the quotient within a round, with the smallest and the largest."""
     ratios = [a / b for a, b in zip(above, below, strict=False)]
     return f"{statistics.median(ratios):.2f}x; {min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def publish(path: Path | None, other_cpus: float | None, tables: Sequence[str], **found: Any) -> None:
-    """Print the tables and the machine, and write the JSON file where one is asked for.
+    """Print the tables and the machine, and write the JSON file if ``path`` is given.
 
     Args:
-        other_cpus: CPUs that something else kept busy; None where nobody knows.
-        found: what the file holds beside machine, date and command.
+        other_cpus: CPUs busy with other work; None if unknown.
+        found: content of the file besides machine, date and command.
     """
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     machine = {**asdict(this_machine()), "system": platform.platform()}
@@ -67,15 +67,15 @@ def publish(path: Path | None, other_cpus: float | None, tables: Sequence[str], 
 
 
 def table(head: Sequence[str], *rows: Sequence[str]) -> str:
-    """A Markdown table, all but the first column to the right."""
+    """A Markdown table; all columns except the first are right-aligned."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---", *["---:"] * (len(head) - 1)], *rows))
 
 
 class Disturbance:
-    """Mean number of CPUs that were busy with something else while this process, or its children, ran.
+    """Mean number of CPUs busy with other work while this process and its children ran.
 
-    A run is disturbed when this is not close to zero; what the hypervisor took away counts too. Linux only, elsewhere
-    :meth:`cpus` is None. ``processes``: ids of children that run all the time; others count when they have ended.
+    A run is disturbed if this is not close to zero; time taken by the hypervisor counts, too. Linux only: elsewhere
+    :meth:`cpus` returns None. ``processes``: ids of children that keep running; others count when they have ended.
     """
 
     def __init__(self, processes: Sequence[int] = ()) -> None:
@@ -83,12 +83,12 @@ class Disturbance:
         self._wall, self._busy, self._own = time.perf_counter(), _busy_seconds(), self._sum_own_seconds()
 
     def cpus(self) -> float | None:
-        """Busy CPUs other than its own, on average since this object was made."""
+        """Average number of CPUs busy with other work since this object was made."""
         busy = _busy_seconds()
         if self._busy is None or busy is None:
             return None
-        others = busy - self._busy - (self._sum_own_seconds() - self._own)
-        return round(max(others, 0.0) / (time.perf_counter() - self._wall), 2)
+        other_cpus = busy - self._busy - (self._sum_own_seconds() - self._own)
+        return round(max(other_cpus, 0.0) / (time.perf_counter() - self._wall), 2)
 
     def _sum_own_seconds(self) -> float:
         ended = map(_cpu_seconds, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -96,7 +96,7 @@ class Disturbance:
 
 
 def _busy_seconds() -> float | None:
-    """Seconds that all CPUs together have been busy since boot."""
+    """Seconds of work of all CPUs together since boot."""
     if not STAT.exists():
         return None
     ticks = STAT.read_text(encoding="ascii").split("\n", 1)[0].split()[1:]

@@ -1,7 +1,7 @@
 """Write a random-weight Hugging Face checkpoint with a real model's geometry: speeds are meaningful, texts are not.
 
-Needs torch, transformers and safetensors. The tokenizer is the small model's of recipes/tiny, so nothing is downloaded.
-Weights are made and written a layer at a time, so a model larger than memory can be made.
+Needs torch, transformers and safetensors. The tokenizer is the small model's in recipes/tiny, so nothing is downloaded.
+Weights are made and written layer by layer, so the model may be larger than memory.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 TINY = Path(__file__).resolve().parents[1] / "tiny" / "checkpoint"
 SEED = 0
-BIAS_DEVIATION = 0.1  # transformers leaves biases at zero, where a runtime that forgets them would go unnoticed
-# The keys of config.json that decide shapes.
+BIAS_DEVIATION = 0.1  # transformers initializes biases to zero, which would hide a runtime that ignores them
+# Keys of config.json that determine shapes.
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": {
         "model_type": "qwen2",
@@ -68,7 +68,7 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 16,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
-        "intermediate_size": 12_288,  # two thirds of it
+        "intermediate_size": 12_288,  # two thirds of the real one
         "layer_types": ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)],
         "vocab_size": 65_536,
         "max_position_embeddings": 32_768,
@@ -81,7 +81,7 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "head_dim": 256,
         "global_head_dim": 512,
-        "num_kv_shared_layers": 10,  # llama.cpp takes for granted that the last layers before these are of both kinds
+        "num_kv_shared_layers": 10,  # llama.cpp assumes that the last layers before these are of both kinds
         "intermediate_size": 6144,
         "use_double_wide_mlp": True,
         "hidden_size_per_layer_input": 256,
@@ -112,7 +112,7 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     "smolvlm-256m": {
         "model_type": "smolvlm",
         "text_config": {
-            "architectures": ["VLlama3ForCausalLM"],  # by which llama.cpp knows it
+            "architectures": ["VLlama3ForCausalLM"],  # llama.cpp recognises it by this name
             "model_type": "llama",
             "tie_word_embeddings": True,
             "hidden_size": 576,
@@ -142,14 +142,14 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 6,  # of 24
         "num_local_experts": 32,
         "layer_types": ["sliding_attention", "full_attention"] * 3,
-        "vocab_size": 32_768,  # of 201,088: the head has its share of the work
+        "vocab_size": 32_768,  # of 201,088, so that the head's part of the work stays realistic
         "pad_token_id": None,
         "tie_word_embeddings": False,
     },
 }
 WIDER = {"hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "intermediate_size": 11_008}
 GEOMETRIES["qwen2.5-3b"] = GEOMETRIES["qwen2.5-0.5b"] | WIDER
-# What makes a checkpoint one that sees: SmolVLM's special tokens, which are the last ones, and files of its processor.
+# For a vision model: SmolVLM's special tokens, which come last, and its processor's files.
 SEEING = ("<image>", "<fake_token_around_image>", "<global-img>")
 SEEING += tuple(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5))
 PREPROCESSOR = {
@@ -173,10 +173,10 @@ EXPONENTS = (115, 121)  # of MXFP4's scales: weights of about 0.02
 
 
 def write_checkpoint(geometry: dict[str, Any], folder: Path, tokenizer: Path = TINY) -> None:
-    """Write config.json and random bfloat16 weights, the same ones each time, and the files of a tokenizer's folder.
+    """Write config.json, reproducible random bfloat16 weights, and the files of a tokenizer's folder.
 
-    Embedding and head are tied if the geometry does not say otherwise. Ids beyond the small model's get words of their
-    own, so that every token is a piece of text, and no stream of a server is silent.
+    Embedding and head are tied unless the geometry says otherwise. Ids beyond the small model's get new words, so that
+    every token has text, and no server's stream is silent.
     """
     torch.manual_seed(SEED)
     config = AutoConfig.for_model(**{"tie_word_embeddings": True, **geometry, "bos_token_id": 0, "eos_token_id": 2})
@@ -214,7 +214,7 @@ def write_checkpoint(geometry: dict[str, Any], folder: Path, tokenizer: Path = T
 
 
 def parts(model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules of a decoder that are made one after another, by name; a tied head is the embedding."""
+    """The modules of a decoder in the order of their creation, by name; a tied head is the embedding."""
     for name, child in model.model.named_children():
         if not isinstance(child, torch.nn.ModuleList):
             yield f"model.{name}", child
@@ -225,7 +225,7 @@ def parts(model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
 
 
 def pack_experts(part: Any) -> dict[str, torch.Tensor]:
-    """Random experts in MXFP4, as gpt-oss has them, in the place of a layer's own."""
+    """Random experts in MXFP4, as in gpt-oss, instead of a layer's own."""
     packed = {}
     if hasattr(part, "mlp"):
         for name in ("gate_up_proj", "down_proj"):
@@ -239,7 +239,7 @@ def pack_experts(part: Any) -> dict[str, torch.Tensor]:
 
 
 def fill_vocabulary(path: Path, size: int) -> None:
-    """Give each id of a tokenizer of byte pairs a text; no merge leads to the new ones, so prompts are what they were.
+    """Give each id of a byte-pair tokenizer a text; no merge makes the new ones, so prompts are encoded as before.
     Raises SystemExit: it has more tokens than ``size``."""
     content = json.loads(path.read_text(encoding="utf-8"))
     vocabulary = content["model"]["vocab"]

@@ -1,13 +1,13 @@
-"""Compare llmc with its peers at equal quality: bits and KL on a real model, speed, memory and disk, in one table.
+"""Compare llmc with its peers at equal quality: bits and KL of a real model, speed, memory and disk, in one table.
 
     python peers.py systems.toml                      # one request: prefill and decode, sizes, memory
     python peers.py systems.toml --together 1 4 8 16  # requests at once: new tokens of all per second
     python peers.py systems.toml --image 1024 768     # seconds from a picture to the first token
     python peers.py systems.toml --first              # seconds to the first token, files out of the page cache
 
-What to run is said by a TOML file (see systems.example.toml); paths in it are relative to it. KL comes first: a system
-without it is not timed. Then every round runs each system once, in a process and an interpreter of its own. A system
-without interpreter or model is not run, and the table says so. All use as many threads as this process may use CPUs
+A TOML file lists the systems (see systems.example.toml); its paths are relative to it. KL is measured first: a system
+without it is not timed. Then every round runs each system once, in a separate process and interpreter. A system without
+interpreter or model is skipped, and the table says so. All systems use as many threads as this process may use CPUs
 (``taskset`` limits them).
 """
 
@@ -39,7 +39,7 @@ from llmc.strict import decode, parse_toml
 HERE = Path(__file__).resolve().parent
 ENVIRONMENT = {"ORT_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "1"}
 NOT_RUN = "not run"
-# KL that is higher by less is no worse: of one text of a few thousand tokens, a tenth is noise.
+# A KL higher by less is not worse: on a text of a few thousand tokens, a tenth is noise.
 SAME_KL = 1.1
 ALL_WINDOWS = 1 << 30
 Figures = dict[str, float]
@@ -47,7 +47,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Entry:
-    """One system of the TOML file: what is timed, and what the same system makes of the real model."""
+    """One system of the TOML file: its model to time, and its version of the real model."""
 
     name: str
     runner: str
@@ -57,7 +57,7 @@ class Entry:
 
 @dataclass
 class Row:
-    """A system with its quality by phase and all its rounds; ``trouble`` says what is missing."""
+    """A system with its quality by phase and all its rounds; ``trouble`` is the reason if something is missing."""
 
     entry: Entry
     trouble: str
@@ -65,40 +65,35 @@ class Row:
     rounds: list[Figures] = field(default_factory=list)
 
     def as_good_as(self, other: "Row") -> bool:
-        """True if its KL is no higher in both phases."""
+        """True if its KL is not higher in either phase."""
         return all(self.quality[p]["mean_kl"] <= SAME_KL * other.quality[p]["mean_kl"] for p in PHASES)
 
     def cells(self, reference: "Row | None", columns: Sequence[str]) -> Iterator[str]:
-        """Bits in decode, KL, and medians over rounds, in brackets the reference's figure over that of the same
+        """Bits in decode, KL, and medians over rounds; in brackets, the reference's figure divided by that of the same
         round."""
         yield f"{self.quality['decode']['bits']:.2f}" if self.quality else ""
         for phase in PHASES:
             yield f"{self.quality[phase]['mean_kl']:.2g}" if self.quality else ""
         for column in columns:
-            own = [figures[column] for figures in self.rounds]
+            speeds = [figures[column] for figures in self.rounds]
             theirs = [figures[column] for figures in reference.rounds] if reference else []
-            compared = f" ({ratio(theirs, own)})" if theirs and own and all(own) else ""
-            yield f"{statistics.median(own):.4g}{compared}" if own else ""
+            compared = f" ({ratio(theirs, speeds)})" if theirs and speeds and all(speeds) else ""
+            yield f"{statistics.median(speeds):.4g}{compared}" if speeds else ""
         yield self.trouble or (reference.entry.name if reference else "")
 
 
 @dataclass(frozen=True)
 class Quality:
-    """Model and text that quality is measured with.
+    """Model and text that quality is measured with."""
 
-    Attributes:
-        checkpoint: Hugging Face folder that every system's quality model was made from.
-        text: that nobody was trained or calibrated on; empty for the part of llmc's own that calibration does not see.
-    """
-
-    checkpoint: str
-    text: str
+    checkpoint: str  # the Hugging Face folder that every system's quality model was made from
+    text: str  # not used for training or calibration; empty for the part of llmc's own text that calibration skips
 
 
 class Task:
-    """The first windows of the text without overlap, and their logits by transformers in float32, in ``folder``.
+    """The first windows of the text without overlap, and their logits from transformers in float32, in ``folder``.
 
-    All systems see the same tokens, a window fed at once (prefill) and token by token (decode).
+    All systems see the same tokens: a window at once (prefill), and token by token (decode).
     """
 
     def __init__(self, quality: Quality, args: argparse.Namespace, folder: Path) -> None:
@@ -117,28 +112,28 @@ class Task:
         with torch.inference_mode():
             for row, tokens in zip(self._reference, self.windows, strict=True):
                 row[:] = model(input_ids=torch.from_numpy(tokens[None]), use_cache=False).logits[0].numpy()
-        matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]  # a tied head once
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]  # a tied head counts once
         self._weights = sum(matrix.numel() for matrix in matrices)
 
     def measure(self, run: Callable[..., str]) -> dict[str, Figures]:
-        """Bits per weight, KL in nats and so on by phase, of a system that ``run`` lets write its logits.
-        Raises RuntimeError: its logits are not those of this model."""
+        """Bits per weight, KL in nats and further figures by phase; ``run`` lets a system write its logits.
+        Raises RuntimeError: the logits are not this model's."""
         sizes = json.loads(run("--logits", self.folder))
         return {phase: {"bits": 8 * sizes[phase] / self._weights, **self._compare(phase)} for phase in PHASES}
 
     def _compare(self, phase: str) -> Figures:
-        """A window's first token has nothing before it, and the logits after its last one predict nothing in it."""
-        tally, found = Tally(), np.load(self.folder / f"{phase}.npy", mmap_mode="r")
-        if found.shape != self._reference.shape or not np.isfinite(found).all():
-            raise RuntimeError(f"logits {found.shape} of {phase} are not finite ones of {self._reference.shape}")
-        for wanted, logits, tokens in zip(self._reference, found, self.windows, strict=True):
+        """Compare logits; a window's first token is not predicted, and its last logits predict nothing in it."""
+        tally, written = Tally(), np.load(self.folder / f"{phase}.npy", mmap_mode="r")
+        if written.shape != self._reference.shape or not np.isfinite(written).all():
+            raise RuntimeError(f"logits {written.shape} of {phase} are not finite ones of {self._reference.shape}")
+        for wanted, logits, tokens in zip(self._reference, written, self.windows, strict=True):
             tally.compare(wanted[:-1], logits[:-1])
             tally.predict(logits[:-1], tokens[1:])
         return asdict(tally.quality)
 
 
 def read_systems(path: Path) -> tuple[Quality, dict[str, Path], tuple[Entry, ...]]:
-    """Read the TOML file: the reference, the interpreter of each runner (llmc's by default the present one), the
+    """Read the TOML file: the reference, the interpreter of each runner (llmc's is this one by default), the
     systems."""
     document = parse_toml(path.read_bytes())
     try:
@@ -151,8 +146,8 @@ def read_systems(path: Path) -> tuple[Quality, dict[str, Path], tuple[Entry, ...
     if unknown or not entries:
         problem = f"unknown runners {sorted(unknown)}, expected {', '.join(RUNNERS)}" if unknown else "no [[system]]"
         raise ValueError(f"{path}: {problem}; see systems.example.toml")
-    found = {name: path.parent / python for name, python in pythons.items()}
-    return quality, {"llmc": Path(sys.executable), **found}, entries
+    interpreters = {name: path.parent / python for name, python in pythons.items()}
+    return quality, {"llmc": Path(sys.executable), **interpreters}, entries
 
 
 def find_missing(python: Path | None, *models: Path) -> str:
@@ -169,7 +164,7 @@ def run_script(
     timeout_s: float | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Run one of these scripts in another interpreter, and return the last line it prints; a library may print, too."""
+    """Run one of these scripts in another interpreter; return its last printed line, since libraries print, too."""
     command = [str(python), str(HERE / script), *map(str, arguments)]
     environment = os.environ | ENVIRONMENT | dict(environment)
     try:
@@ -202,8 +197,8 @@ def judge_all(args: argparse.Namespace, quality: Quality, pythons: dict[str, Pat
                 row.quality = task.measure(partial(run_script, *given, timeout_s=args.timeout))
             except RuntimeError as error:
                 row.trouble = str(error)
-            said = row.trouble or {phase: f"KL {row.quality[phase]['mean_kl']:.5f}" for phase in PHASES}
-            print(f"quality: {row.entry.name}: {said}", file=sys.stderr)
+            summary = row.trouble or {phase: f"KL {row.quality[phase]['mean_kl']:.5f}" for phase in PHASES}
+            print(f"quality: {row.entry.name}: {summary}", file=sys.stderr)
 
 
 def run_round(args: argparse.Namespace, python: Path, entry: Entry) -> Figures:
@@ -215,20 +210,20 @@ def run_round(args: argparse.Namespace, python: Path, entry: Entry) -> Figures:
     if not args.first:
         return dict(json.loads(run_script(python, "runners.py", entry.runner, model, *work, timeout_s=args.timeout)))
     drop(model)
-    found: Figures = {}
-    with tempfile.TemporaryDirectory() as cache:  # llmc's own, which is empty at the first load on a machine
+    results: Figures = {}
+    with tempfile.TemporaryDirectory() as cache:  # llmc's own, empty like at the first load on a machine
         for state in ("cold", "again"):
             command = (python, "runners.py", entry.runner, model, *work, "--first")
             line = run_script(*command, timeout_s=args.timeout, environment={"LLMC_CACHE": cache})
-            found |= {f"{state}, {name}": figure for name, figure in json.loads(line).items()}
-    return found
+            results |= {f"{state}, {name}": figure for name, figure in json.loads(line).items()}
+    return results
 
 
 def drop(model: Path) -> None:
-    """Take a model's files out of the page cache, as far as no process has them mapped."""
+    """Drop a model's files from the page cache, unless a process has them mapped."""
     for path in [model] if model.is_file() else [path for path in model.rglob("*") if path.is_file()]:
         descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)  # what is not written yet would stay
+        os.fsync(descriptor)  # pages that are not written yet would stay
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
 
@@ -244,16 +239,20 @@ def time_all(args: argparse.Namespace, pythons: dict[str, Path], rows: Sequence[
                 row.trouble = str(error)
             busy = disturbance.cpus()
             noise = f" (disturbed: {busy} CPUs busy with something else)" if busy > QUIET_CPUS else ""
-            said = row.trouble or ", ".join(f"{name} {figure:g}" for name, figure in row.rounds[-1].items())
-            print(f"round {number}/{args.rounds}: {row.entry.name}: {said}{noise}", file=sys.stderr)
+            summary = row.trouble or ", ".join(f"{name} {figure:g}" for name, figure in row.rounds[-1].items())
+            print(f"round {number}/{args.rounds}: {row.entry.name}: {summary}{noise}", file=sys.stderr)
 
 
 def find_reference(row: Row, rows: Sequence[Row]) -> Row | None:
-    """The llmc system of fewest bits in decode that is as good as this peer."""
+    """The llmc system with the fewest bits in decode that is as good as this peer."""
     if row.entry.runner == "llmc" or not row.rounds:
         return None
-    ours = [own for own in rows if own.entry.runner == "llmc" and own.rounds and own.as_good_as(row)]
-    return min(ours, key=lambda own: own.quality["decode"]["bits"], default=None)
+    ours = [
+        row_of_llmc
+        for row_of_llmc in rows
+        if row_of_llmc.entry.runner == "llmc" and row_of_llmc.rounds and row_of_llmc.as_good_as(row)
+    ]
+    return min(ours, key=lambda row_of_llmc: row_of_llmc.quality["decode"]["bits"], default=None)
 
 
 def lines(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
@@ -264,7 +263,7 @@ def lines(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
 
 
 def main() -> int:
-    """Measure, write the JSON file and print the table; 1 if a system failed, or none could run."""
+    """Measure, write the JSON file and print the table; return 1 if a system failed or none could run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("systems", type=Path, help="TOML file that lists the systems")
     lengths(parser)

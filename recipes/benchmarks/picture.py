@@ -1,8 +1,8 @@
-"""Draw speed beside quality from the JSON file of peers.py, as an SVG that is readable on light and dark pages.
+"""Plot speed against quality from the JSON file of peers.py, as an SVG that is readable on light and dark pages.
 
     python picture.py peers.json -o speed_and_quality.svg --columns "prefill 512" "decode after 512"
 
-Each panel has one column of speed against the KL of its phase: further right is faster, further up is closer to the
+Each panel plots one column of speed against the KL of its phase: further right is faster, further up is closer to the
 unquantized model.
 """
 
@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-WIDTH, HEIGHT, LETTER = 420, 300, 7.2  # a panel, and the width of a letter of 13 pixels, in pixels
+WIDTH, HEIGHT, LETTER = 420, 300, 7.2  # pixels: size of a panel, and width of a 13-pixel letter
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 40, 48  # margins around the axes
 Box = tuple[float, float, float, float]  # left, right, top, bottom
 STYLE = """
@@ -55,7 +55,7 @@ def overlap(one: Box, other: Box) -> bool:
 
 
 def panel(rows: Sequence[dict[str, Any]], column: str, left: int) -> Iterator[str]:
-    """One column of speed beside quality, ``left`` pixels from the picture's edge. KL is smallest at the top."""
+    """One column of speed against quality, ``left`` pixels from the picture's edge. The smallest KL is at the top."""
     points = read_points(rows, column)
     speeds, kls = list(ticks(max(p[2] for p in points))), list(ticks(max(p[3] for p in points)))
     right, bottom = left + WIDTH - RIGHT, HEIGHT - BOTTOM
@@ -91,7 +91,7 @@ def panel(rows: Sequence[dict[str, Any]], column: str, left: int) -> Iterator[st
 
 def draw(document: dict[str, Any], columns: Sequence[str]) -> str:
     """The whole picture. Raises ValueError: a column that no judged system was timed in."""
-    parts = [part for place, column in enumerate(columns) for part in panel(document["rows"], column, WIDTH * place)]
+    parts = [part for number, column in enumerate(columns) for part in panel(document["rows"], column, WIDTH * number)]
     title = f"Speed beside quality, {document['machine']['cpu']}, {document['date'][:10]}"
     start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH * len(columns)} {HEIGHT}" role="img">'
     return "\n".join([start, f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", *parts, "</svg>", ""])

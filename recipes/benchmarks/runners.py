@@ -6,7 +6,7 @@
     python runners.py SYSTEM MODEL --threads N --image 1024 768                 # an image and one token instead
     python runners.py SYSTEM MODEL --threads N --logits FOLDER                  # logits and bytes of weights instead
 
-Runs in the interpreter that has the system and need not have llmc, so what a system needs is imported where it is used.
+Runs in the system's interpreter, which need not have llmc; each import is done where it is needed.
 """
 
 import argparse
@@ -18,19 +18,19 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-WARM_UP_TOKENS = 4  # new tokens of the untimed call before each timed one: pages in, allocates, builds kernels
-MICRO_BATCH = 512  # llama.cpp's own default
+WARM_UP_TOKENS = 4  # new tokens of the untimed call before each timed one: loads pages, allocates, builds kernels
+MICRO_BATCH = 512  # llama.cpp's default
 QUESTION = "What is to be seen?"
 IMAGE_TOKENS = 4096  # room for an image of the largest size
 
 PHASES = ("prefill", "decode")
-# Readers of values that are no matrix: norm weights and rotary tables are not quantized by anyone.
+# Operators whose inputs are not matrices: no system quantizes norm weights and rotary tables.
 VECTOR_READERS = ("Normalization", "LayerNorm", "Attention", "RotaryEmbedding")
 Logits = Iterable[Any]  # float32 [n, V] of consecutive tokens; each array is overwritten by the next
 
 
 def time_steps(prefill: Callable[[], None], step: Callable[[], None], new_tokens: int) -> tuple[float, float]:
-    """Time a system that is driven token by token: ``prefill`` gives the first new token, each ``step`` one more."""
+    """Time a system token by token: ``prefill`` computes the first new token, each ``step`` one more."""
     started = time.perf_counter()
     prefill()
     first = time.perf_counter()
@@ -45,7 +45,7 @@ def check_count(generated: int, expected: int) -> None:
 
 
 def graph_bytes(graph: Path) -> int:
-    """Bytes of an ONNX graph's matrices, scales included. What two nodes share counts once."""
+    """Bytes of an ONNX graph's matrices, scales included. A tensor that two nodes share counts once."""
     import onnx_ir as ir
 
     sizes: dict[Any, int] = {}
@@ -54,21 +54,18 @@ def graph_bytes(graph: Path) -> int:
         if value.const_value is None or all(reader.endswith(VECTOR_READERS) for reader in readers):
             continue
         tensor = value.const_value
-        place = (tensor.location, tensor.offset) if isinstance(tensor, ir.ExternalTensor) else value.name
-        sizes[place] = max(sizes.get(place, 0), tensor.nbytes)
+        location = (tensor.location, tensor.offset) if isinstance(tensor, ir.ExternalTensor) else value.name
+        sizes[location] = max(sizes.get(location, 0), tensor.nbytes)
     return sum(sizes.values())
 
 
 class System:
-    """One system and the model it has open. All answers are greedy, from an empty cache, and ignore the end token.
+    """One system with its open model. All answers are greedy, start from an empty cache, and ignore the end token.
 
-    Each subclass has ``generate``, ``logits`` and ``matrix_bytes``; one that can has ``together`` and ``look``, too.
-
-    Attributes:
-        modules: imported before the time of opening the system begins.
+    Each subclass has ``generate``, ``logits`` and ``matrix_bytes``; some also have ``together`` and ``look``.
     """
 
-    modules: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()  # imported before the timer for opening the system starts
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -78,7 +75,7 @@ class System:
         raise NotImplementedError
 
     def together(self, prompts: list[list[int]], new_tokens: int) -> float:
-        """Seconds from the first of several prompts at once to the last of ``new_tokens`` tokens of each."""
+        """Seconds from the first of several concurrent prompts to the last of ``new_tokens`` tokens of each."""
         raise SystemExit(f"{type(self).__name__} is not measured with requests at once")
 
     def look(self, picture: Any) -> tuple[float, int]:
@@ -86,7 +83,7 @@ class System:
         raise SystemExit(f"{type(self).__name__} is not measured with images")
 
     def logits(self, tokens: list[int], step: int) -> Logits:
-        """Logits of a window that is fed ``step`` tokens at a time."""
+        """Logits of a window, fed ``step`` tokens at a time."""
         raise NotImplementedError
 
     def matrix_bytes(self) -> dict[str, int]:
@@ -94,11 +91,11 @@ class System:
         raise NotImplementedError
 
     def settle(self) -> None:
-        """Wait until the system is as fast as it gets when it is idle for some seconds."""
+        """Wait until the system has reached its full speed."""
 
 
 class Llmc(System):
-    """A bundle; ``load`` and ``generate`` as a user calls them, and the result's own timings as the stopwatch."""
+    """A bundle; ``load`` and ``generate`` as a user calls them, timed by the result's own timings."""
 
     modules = ("llmc.runtime", "onnxruntime")
 
@@ -137,16 +134,16 @@ class Llmc(System):
         return {phase: graph_bytes(self.args.model / graphs[phase].file) for phase in PHASES}
 
     def settle(self) -> None:
-        """Wait until weights are in huge pages."""
+        """Wait until the weights are in huge pages."""
         from llmc.runtime.host import huge_pages
 
         huge_pages.settle()
 
 
 class LlamaCpp(System):
-    """A GGUF file by the C interface: prompts in batches, then a token of each sequence a call.
+    """A GGUF file through the C interface: prompts in batches, then one token of each sequence per call.
 
-    The arg max is numpy's, over llama.cpp's own buffer of logits.
+    The arg max is numpy's, on llama.cpp's buffer of logits.
     """
 
     modules = ("llama_cpp",)
@@ -158,7 +155,7 @@ class LlamaCpp(System):
         self._api, most = llama_cpp, max(args.together or [1])
         positions = most * (max(args.prompts) + args.new_tokens) + bool(args.image) * IMAGE_TOKENS
         self._size = max(llama_cpp.llama_context_default_params().n_batch, most)
-        self._silent = llama_cpp.llama_log_callback(lambda level, text, data: None)  # ctypes does not hold it
+        self._silent = llama_cpp.llama_log_callback(lambda level, text, data: None)  # ctypes keeps no reference
         llama_cpp.llama_backend_init()
         llama_cpp.llama_log_set(self._silent, ctypes.c_void_p(0))
         defaults = llama_cpp.llama_model_default_params()
@@ -183,7 +180,7 @@ class LlamaCpp(System):
         return sum(time_steps(lambda: self._prefill(prompts), self._step, new_tokens))
 
     def look(self, picture: Any) -> tuple[float, int]:
-        """By llama.cpp's own library of images, with the tower that convert_gguf.py wrote beside the model."""
+        """With llama.cpp's own image library, and the tower that convert_gguf.py wrote beside the model."""
         from llama_cpp import mtmd_cpp as mtmd
 
         started, end = time.perf_counter(), self._api.llama_pos()
@@ -242,7 +239,7 @@ class LlamaCpp(System):
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
 
     def _feed(self, entries: list[tuple[int, int, int, bool]]) -> None:
-        """Feed (token, position, sequence, last) in one call; what follows each last one is kept."""
+        """Feed (token, position, sequence, last) in one call; keep the token that follows each last one."""
         lasts = [(sequence, position) for _, position, sequence, last in entries if last]
         for (sequence, position), logits in zip(lasts, self._call(entries), strict=True):
             self._latest[sequence] = int(logits.argmax()), position + 1
@@ -266,9 +263,9 @@ class LlamaCpp(System):
 
 
 class OpenVino(System):
-    """A folder of ``optimum-cli export openvino``, by the pipelines that users write.
+    """A folder of ``optimum-cli export openvino``, with the pipelines that users call.
 
-    Threads are set, because OpenVINO's default counts physical cores, not the CPUs this process may use.
+    The number of threads is set, because OpenVINO's default counts physical cores, not this process's CPUs.
     """
 
     modules = ("openvino", "openvino_genai")
@@ -279,18 +276,18 @@ class OpenVino(System):
 
         super().__init__(args)
         options = {"INFERENCE_NUM_THREADS": args.threads}
-        if args.logits:  # pipelines give none: the graph itself, with the plugin's defaults, as a pipeline has them
+        if args.logits:  # pipelines return none: use the graph itself, with the plugin's defaults, like a pipeline
             self._graph = openvino.Core().read_model(args.model / "openvino_model.xml")
             self._request = openvino.compile_model(self._graph, "CPU", options).create_infer_request()
         elif args.together:
             scheduler = genai.SchedulerConfig()
-            scheduler.cache_size = 1  # GB, more than these requests fill; without it no pipeline is made
+            scheduler.cache_size = 1  # GB, more than these requests need; a pipeline requires it
             self._pipeline = genai.ContinuousBatchingPipeline(str(args.model), scheduler, "CPU", options)
         else:
             self._pipeline = genai.LLMPipeline(str(args.model), "CPU", **options)
 
     def generate(self, prompt: list[int], new_tokens: int) -> tuple[float, float]:
-        """By the pipeline's own metrics."""
+        """With the pipeline's own metrics."""
         import numpy as np
         import openvino
         import openvino_genai
@@ -334,7 +331,7 @@ class OpenVino(System):
 
     @staticmethod
     def _greedy(new_tokens: int) -> Any:
-        """The configuration of answers of exactly so many tokens."""
+        """The configuration for answers of exactly so many tokens."""
         import openvino_genai
 
         config = openvino_genai.GenerationConfig()
@@ -353,12 +350,12 @@ class Genai(System):
 
         super().__init__(args)
         self._library, config = onnxruntime_genai, onnxruntime_genai.Config(str(args.model))
-        # Set, because its default is half the cores.
+        # Set, because the default is half the cores.
         config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": args.threads}}}}))
         self._model = onnxruntime_genai.Model(config)
 
     def generate(self, prompt: list[int], new_tokens: int) -> tuple[float, float]:
-        length = len(prompt) + new_tokens + 1  # at the maximum it would stop; the minimum bars the end token
+        length = len(prompt) + new_tokens + 1  # it stops at the maximum; the minimum forbids the end token
         generator = self._generator(max_length=length, min_length=length)
 
         def prefill() -> None:
@@ -396,13 +393,13 @@ RUNNERS: dict[str, type[System]] = {"llmc": Llmc, "llamacpp": LlamaCpp, "openvin
 def prompt_ids(length: int, salt: int) -> list[int]:
     """Token ids of a prompt, the same for every system.
 
-    ``salt`` is the number of the call in its process: it changes the first token, so no prefix cache can help.
+    ``salt`` is the number of the call in its process: it changes the first token, so that no prefix cache helps.
     """
     return [i % 10_000 + 10 + salt for i in range(length)]
 
 
 def lengths(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what is generated; the same for one system and for all."""
+    """Add the options about prompts and new tokens, shared by runners.py and peers.py."""
     parser.add_argument("--prompts", type=int, nargs="+", default=[128, 512, 2048], help="lengths in tokens")
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens to generate after each prompt, at least 2")
     parser.add_argument("--warm-up", type=int, help="longest untimed prompt, in tokens; default: as the timed one")
@@ -411,7 +408,7 @@ def lengths(parser: argparse.ArgumentParser) -> None:
 
 
 def one_by_one(system: System, args: argparse.Namespace) -> dict[str, float]:
-    """Tokens per second of every prompt length, each after an untimed call; decode leaves out the first new token."""
+    """Tokens per second for every prompt length, each after an untimed call; decode excludes the first new token."""
     prefill, decode = {}, {}
     for i, length in enumerate(args.prompts):
         system.generate(prompt_ids(min(length, args.warm_up or length), 2 * i), WARM_UP_TOKENS)
@@ -423,19 +420,19 @@ def one_by_one(system: System, args: argparse.Namespace) -> dict[str, float]:
 
 
 def all_together(system: System, args: argparse.Namespace) -> dict[str, float]:
-    """New tokens of all requests per second, by how many there are, after an untimed call with as many."""
-    length, found = args.prompts[0], {}
+    """New tokens per second of all requests together, by their number, after an untimed call with as many."""
+    length, speeds = args.prompts[0], {}
     for i, count in enumerate(args.together):
         salts = [2 * (1000 * i + number) for number in range(count)]
         system.together([prompt_ids(length, salt) for salt in salts], WARM_UP_TOKENS)
         system.settle()
         seconds = system.together([prompt_ids(length, salt + 1) for salt in salts], args.new_tokens)
-        found[f"{count} at once"] = count * args.new_tokens / seconds
-    return found
+        speeds[f"{count} at once"] = count * args.new_tokens / seconds
+    return speeds
 
 
 def after_image(system: System, args: argparse.Namespace) -> dict[str, float]:
-    """Seconds from a picture to the first token, after an untimed one of the same size; tokens of the prompt."""
+    """Seconds from a picture to the first token, after an untimed one of the same size; and tokens of the prompt."""
     import numpy as np
 
     width, height = args.image
@@ -446,7 +443,7 @@ def after_image(system: System, args: argparse.Namespace) -> dict[str, float]:
 
 
 def first_token(kind: type[System], args: argparse.Namespace) -> dict[str, float]:
-    """Seconds of opening the system and of the first token after a prompt; 10^6 bytes read from the disk."""
+    """Seconds to open the system and to the first token after a prompt; and 10^6 bytes read from the disk."""
     for module in kind.modules:
         importlib.import_module(module)
     started = time.perf_counter()
@@ -457,8 +454,8 @@ def first_token(kind: type[System], args: argparse.Namespace) -> dict[str, float
 
 
 def write_logits(args: argparse.Namespace) -> dict[str, float]:
-    """Write logits to prefill.npy (a window at once) and decode.npy (token by token): float32 [windows, length, V], as
-    reference.npy has them of the windows in windows.npy. Gives the bytes of matrices by phase."""
+    """Write logits to prefill.npy (a window at once) and decode.npy (token by token): float32 [windows, length, V],
+    like reference.npy for the windows in windows.npy. Returns the bytes of matrices by phase."""
     import numpy as np
 
     windows = np.load(args.logits / "windows.npy").tolist()
@@ -474,9 +471,9 @@ def write_logits(args: argparse.Namespace) -> dict[str, float]:
 
 
 def sizes(model: Path) -> dict[str, float]:
-    """10^6 bytes: of the model's files, and of the process's resident peak, mapped weights included."""
+    """10^6 bytes of the model's files, and of the process's peak resident memory, mapped weights included."""
     files = [model] if model.is_file() else [file for file in model.rglob("*") if file.is_file()]
-    status = Path("/proc/self/status").read_text(encoding="utf-8")  # ru_maxrss begins with what the parent had
+    status = Path("/proc/self/status").read_text(encoding="utf-8")  # ru_maxrss would include the parent's memory
     peak = 1024 * int(status.split("\nVmHWM:")[1].split()[0])
     return {"MB on disk": sum(file.stat().st_size for file in files) // 10**6, "MB at the peak": peak // 10**6}
 
@@ -492,16 +489,16 @@ def main() -> None:
     args = parser.parse_args()
     kind = RUNNERS[args.system]
     if args.logits:
-        found = write_logits(args)
+        results = write_logits(args)
     elif args.first:
-        found = first_token(kind, args)
+        results = first_token(kind, args)
     elif args.image:
-        found = after_image(kind(args), args)
+        results = after_image(kind(args), args)
     elif args.together:
-        found = all_together(kind(args), args)
+        results = all_together(kind(args), args)
     else:
-        found = {**one_by_one(kind(args), args), **sizes(args.model)}
-    print(json.dumps({name: float(f"{figure:.5g}") for name, figure in found.items()}), flush=True)
+        results = {**one_by_one(kind(args), args), **sizes(args.model)}
+    print(json.dumps({name: float(f"{figure:.5g}") for name, figure in results.items()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Measure the service: what HTTP adds to the engine in the process, and how it compares with llama.cpp's server.
+"""Measure the service: its overhead over the engine in the same process, and its speed next to llama.cpp's server.
 
     python service.py overhead BUNDLE
     python service.py peers BUNDLE GGUF --python venvs/llamacpp/bin/python   # the interpreter that has xllamacpp
 
-Clients of a server are `clients.py` in a process of its own. In the process, threads call `stream_chat` and note each
-token on the engine's thread, which is the least that a client can cost. What is compared takes turns. Answers
-are greedy, and no two prompts share more than the template's beginning.
+A server's clients are `clients.py` in a separate process. In the process, threads call `stream_chat` and note each
+token on the engine's thread, the least that a client can cost. The systems alternate. Answers are greedy, and two
+prompts share only the template's beginning.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from llmc.runtime.host.machine import usable_threads
 
 PATIENCE_S = 180.0  # for a server to load its model
 LIMIT_S = 540.0  # of one process of clients
-# llama.cpp's own server, its continuous batching included, as a library.
+# llama.cpp's own server as a library, with continuous batching.
 LLAMACPP_SERVER = """
 import signal, sys, xllamacpp
 model, port, threads, rows, context = sys.argv[1], *map(int, sys.argv[2:])
@@ -45,12 +45,12 @@ params.cont_batching = params.use_jinja = True
 server = xllamacpp.Server(params)
 signal.pause()
 """
-Ask = Callable[[int, int], dict[str, Any]]  # concurrency and number of the round -> figures of the clients
+Ask = Callable[[int, int], dict[str, Any]]  # (concurrency, number of the round) -> figures of the clients
 
 
 @contextmanager
 def server(command: Sequence[object], port: int, ready: str) -> Iterator[int]:
-    """A server while the block runs, which answers GET ``ready`` with 200; its process id.
+    """Run a server during the block, once GET ``ready`` answers 200; yields its process id.
     Raises SystemExit: it ended, or is not ready in time."""
     process = subprocess.Popen(
         [str(part) for part in command],
@@ -72,7 +72,7 @@ def server(command: Sequence[object], port: int, ready: str) -> Iterator[int]:
 
 
 def wait_for(process: "subprocess.Popen[str]", url: str) -> None:
-    """Wait until a URL answers with 200. Raises SystemExit: the process ended, or it takes too long."""
+    """Wait until a URL answers 200. Raises SystemExit: the process ended, or it takes too long."""
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
         if process.poll() is not None:
@@ -85,13 +85,13 @@ def wait_for(process: "subprocess.Popen[str]", url: str) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def over_http(args: argparse.Namespace, port: int, concurrency: int, number: int) -> dict[str, Any]:
-    """Figures of clients in a process of their own. Raises SystemExit: they failed."""
+    """Figures of clients in a separate process. Raises SystemExit: they failed."""
     options = {
         "--concurrency": concurrency,
         "--requests": concurrency * args.requests,
@@ -108,14 +108,14 @@ def over_http(args: argparse.Namespace, port: int, concurrency: int, number: int
 
 
 def in_process(args: argparse.Namespace, model: Generator, concurrency: int, number: int) -> dict[str, Any]:
-    """Figures of so many threads that ask one question after the other."""
+    """Figures of ``concurrency`` threads that ask one question after the other."""
 
     def messages(text: str) -> list[dict[str, Any]]:
         return [{"role": "user", "content": text}]
 
     def ask(prompt: str) -> Exchange:
         exchange = Exchange(time.perf_counter())
-        last = threading.Event()  # whoever waits for a result is woken by each piece, which is not free
+        last = threading.Event()  # waiting for a result would wake the thread at each piece, which costs time
 
         def note(delta: Delta) -> None:
             exchange.pieces.append(time.perf_counter())
@@ -137,19 +137,19 @@ def in_process(args: argparse.Namespace, model: Generator, concurrency: int, num
 
 
 def seed_of(number: int, concurrency: int) -> int:
-    """The seed of the prompts of a round, the same for all that are compared."""
+    """The seed for a round's prompts, the same for all systems."""
     return 1000 * number + concurrency
 
 
 def overhead(args: argparse.Namespace, held: ExitStack, pids: list[int]) -> dict[str, Ask]:
-    """The bundle in this process, and in a server's."""
+    """The bundle in this process, and in a server."""
     rows = max(args.concurrency)
     model = held.enter_context(load(args.bundle, threads=args.threads, max_batch=rows))
     return {"in the process": partial(in_process, args, model), "llmc serve": our_server(args, held, pids)}
 
 
 def peers(args: argparse.Namespace, held: ExitStack, pids: list[int]) -> dict[str, Ask]:
-    """Both servers, with as many rows, threads and positions."""
+    """Both servers, with equal rows, threads and positions."""
     port = free_port()
     sizes = (args.threads, max(args.concurrency), args.prompt + args.new_tokens + 64)
     command = (args.python, "-c", LLAMACPP_SERVER, args.gguf, port, *sizes)
@@ -166,7 +166,7 @@ def our_server(args: argparse.Namespace, held: ExitStack, pids: list[int]) -> As
 
 
 def lines(found: dict[str, dict[str, list[dict[str, Any]]]]) -> Iterator[tuple[str, ...]]:
-    """Cells of the table: medians over rounds of both sides, by the name of a concurrency, and the ratio."""
+    """Cells of the table, per concurrency: both systems' medians over rounds, and the ratio."""
     for name, ways in found.items():
         for figure, label in (("output_tokens_per_s", "tok/s"), ("ttft", "TTFT p50, ms"), ("tpot", "TPOT p50, ms")):
             sides = [
@@ -195,15 +195,15 @@ def main() -> None:
         parser.error("peers needs the GGUF file and --python")
     with ExitStack() as held:
         pids: list[int] = []
-        asked = (overhead if args.measurement == "overhead" else peers)(args, held, pids)
+        ways = (overhead if args.measurement == "overhead" else peers)(args, held, pids)
         meanwhile = Disturbance(pids)
-        found = {
-            f"{number} clients": in_turns({name: partial(ask, number) for name, ask in asked.items()}, args.rounds)
+        rounds = {
+            f"{number} clients": in_turns({name: partial(ask, number) for name, ask in ways.items()}, args.rounds)
             for number in args.concurrency
         }
         other_cpus = meanwhile.cpus()
-    head = (args.bundle.name, *asked, "ratio")
-    publish(args.json, other_cpus, [table(head, *lines(found))], rounds=found)
+    head = (args.bundle.name, *ways, "ratio")
+    publish(args.json, other_cpus, [table(head, *lines(rounds))], rounds=rounds)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Requests at once on a model in stages, each in a process of its own, over links that are slowed on purpose.
+"""Measure concurrent requests on a model in stages, each in a separate process, over artificially slow links.
 
-Groups of rows that take turns are compared with steps in one piece, in turns on one loaded model. A message arrives its
-latency and its bytes over the link's rate after it was sent, while the processes go on. The figures are new tokens of
-all requests per second, the prompts' time included, the medians of the rounds. Needs the extra ``ray``.
+Groups of rows that take turns are compared with steps of all rows, alternating on one loaded model. A message arrives
+after its latency plus its bytes divided by the link's rate; the processes go on meanwhile. Figures are new tokens of
+all requests per second, including prompts, as medians over rounds. Needs the extra ``ray``.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from llmc.runtime.server.fleet import stages as on_ray
 from llmc.runtime.sessions import Batch
 from llmc.runtime.sessions.staged import unpack
 
-# Latency in seconds and seconds for a byte.
+# Latency in seconds, and seconds per byte.
 LINKS = {"no link": (0.0, 0.0), "1 Gbit/s, 1 ms": (1e-3, 8e-9), "100 Mbit/s, 5 ms": (5e-3, 8e-8)}
-Message = tuple[float, tuple[float, float], Any]  # when it was sent, over which link, and what
+Message = tuple[float, tuple[float, float], Any]  # time sent, link, content
 
 
 def send(link: tuple[float, float], content: Any) -> Message:
@@ -33,7 +33,7 @@ def send(link: tuple[float, float], content: Any) -> Message:
 
 
 def receive(message: Message) -> Any:
-    """The content, once it has arrived."""
+    """The content, after it has arrived."""
     sent, (latency, for_byte), content = message
     size = sum(array.nbytes for array in content) if isinstance(content, tuple) else 0
     time.sleep(max(0.0, sent + latency + for_byte * size - time.time()))
@@ -41,14 +41,14 @@ def receive(message: Message) -> Any:
 
 
 class FarStage(on_ray.StageActor):
-    """A stage at the end of a link, which hands on over the same."""
+    """A stage at the end of a link, which also sends over the link."""
 
     def run(self, batch: Batch, hidden: Message) -> Message:
         return send(hidden[1], super().run(batch, receive(hidden)))
 
 
 class FarStages(on_ray.StagesOnRay):
-    """The stages before the last; ``link`` is between each and the next."""
+    """The stages before the last; ``link`` connects each with the next."""
 
     link = LINKS["no link"]
 
@@ -60,23 +60,23 @@ class FarStages(on_ray.StagesOnRay):
         return message
 
     def fetch(self, promise: Any) -> Any:
-        found = receive(self._get(promise))
-        return found if self.exact else unpack(found)
+        hidden = receive(self._get(promise))
+        return hidden if self.exact else unpack(hidden)
 
 
 def speed(model: Generator, args: argparse.Namespace, requests: int, number: int) -> float:
-    """New tokens per second of so many requests that come together."""
+    """New tokens per second of ``requests`` that arrive together."""
     vocabulary = model.manifest.geometry.vocab_size
     prompts = [draw_prompt(vocabulary, args.prompt, number, i) for i in range(requests)]
     began = time.perf_counter()
-    handles = [model.stream(it, max_tokens=args.new, temperature=0, ignore_eos=True) for it in prompts]
+    handles = [model.stream(prompt, max_tokens=args.new, temperature=0, ignore_eos=True) for prompt in prompts]
     for handle in handles:
         handle.result()
     return requests * args.new / (time.perf_counter() - began)
 
 
 def compare(model: Generator, args: argparse.Namespace, link: str) -> Iterator[tuple[str, ...]]:
-    """Rows of the table: requests, both speeds, and the ratio of the rounds."""
+    """Rows of the table: requests, both speeds, and their ratio by round."""
     runner, FarStages.link = model.engine._runner, LINKS[link]
     turns = runner._ahead
 
@@ -86,9 +86,9 @@ def compare(model: Generator, args: argparse.Namespace, link: str) -> Iterator[t
 
     for requests in args.requests:
         ways = {name: partial(time_way, way, requests) for name, way in (("whole", None), ("turns", turns))}
-        found = in_turns(ways, args.rounds)
-        medians = (f"{statistics.median(own):.1f}" for own in found.values())
-        yield link, str(requests), *medians, ratio(found["turns"], found["whole"])
+        speeds = in_turns(ways, args.rounds)
+        medians = (f"{statistics.median(speed_of_way):.1f}" for speed_of_way in speeds.values())
+        yield link, str(requests), *medians, ratio(speeds["turns"], speeds["whole"])
 
 
 def main() -> None:
@@ -108,8 +108,8 @@ def main() -> None:
         with load(args.whole, **options) as model:
             huge_pages.settle()
             for requests in args.requests:
-                own = [speed(model, args, requests, number) for number in range(args.rounds + 1)][1:]
-                rows.append(("one process", str(requests), f"{statistics.median(own):.1f}", "", ""))
+                speeds_whole = [speed(model, args, requests, number) for number in range(args.rounds + 1)][1:]
+                rows.append(("one process", str(requests), f"{statistics.median(speeds_whole):.1f}", "", ""))
     with load(args.chain, stages=FarStages, **options) as model:
         huge_pages.settle()
         for link in LINKS:

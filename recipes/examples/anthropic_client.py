@@ -1,4 +1,4 @@
-"""A service asked by Anthropic's own client: an answer and a stream. Needs `pip install anthropic`.
+"""Query the service with Anthropic's client: an answer and a stream. Needs `pip install anthropic`.
 
 llmc serve BUNDLE
 python recipes/examples/anthropic_client.py http://127.0.0.1:8000
@@ -10,7 +10,7 @@ from anthropic import Anthropic
 
 
 def main(address: str) -> str:
-    client = Anthropic(base_url=address, api_key="none")  # a key, where the service asks for one
+    client = Anthropic(base_url=address, api_key="none")  # a key, if the service requires one
     model = client.models.list().data[0].id
     answer = client.messages.create(
         model=model, max_tokens=32, messages=[{"role": "user", "content": "What is gravity?"}]

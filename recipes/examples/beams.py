@@ -1,4 +1,4 @@
-"""Several answers to one prompt: beams, samples that share a prefill, and the one that the samples agree on.
+"""Several answers to one prompt: beams, samples that share a prefill, and the sample that agrees most with the others.
 
 python recipes/examples/beams.py BUNDLE
 """
@@ -11,7 +11,7 @@ PROMPT = "def area(width, height):\n    return "
 
 
 def main(bundle: str) -> dict[str, GenerationResult]:
-    """The same prompt in three ways; `outputs` holds the best first where they are ranked."""
+    """The same prompt in three ways; ranked `outputs` are best first."""
     with load(bundle) as model:
         results = {
             "beams": model.generate(PROMPT, max_tokens=12, num_beams=4, num_return_sequences=2),

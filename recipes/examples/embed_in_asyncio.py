@@ -1,4 +1,4 @@
-"""An asyncio service: answers stream as they come, and whoever hangs up frees the model.
+"""An asyncio service: answers stream as they come, and a client that disconnects cancels its request.
 
 python recipes/examples/embed_in_asyncio.py BUNDLE
 """
@@ -26,7 +26,7 @@ async def hang_up(model: Generator) -> bool:
 
 
 async def serve(bundle: str) -> list[str]:
-    """Two answers at once, and a third that nobody waits for."""
+    """Two concurrent answers, and a third whose client disconnects."""
     with load(bundle) as model:
         two = asyncio.gather(answer(model, "def add(a, b):\n"), answer(model, "import sys\n"))
         await hang_up(model)

@@ -13,13 +13,13 @@ PROMPTS = ["def read_file(path):\n", "class Stack:\n", "import os\n", "for i in 
 
 
 def main(bundle: str) -> list[str]:
-    """Complete the prompts side by side, as the handlers of a service would."""
+    """Complete the prompts in parallel, like the handlers of a service."""
     with load(bundle) as model:
 
         def handle(prompt: str) -> str:
             try:
                 return model.generate(prompt, max_tokens=16, temperature=0, deadline_s=60).text
-            except RequestError as error:  # this request failed; the model goes on
+            except RequestError as error:  # only this request failed
                 return f"({error})"
 
         with ThreadPoolExecutor(4) as workers:

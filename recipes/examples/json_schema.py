@@ -1,4 +1,4 @@
-"""Output that a program can read: nothing that breaks the schema can be said. Needs the extra `guided`.
+"""Output that a program can parse: it always follows the schema. Needs the extra `guided`.
 
 python recipes/examples/json_schema.py BUNDLE
 """
@@ -17,12 +17,12 @@ SCHEMA = {
 
 
 def main(bundle: str) -> dict[str, object]:
-    """Ask for an object; a small model may wander in white space, so it gets room."""
+    """Ask for an object; a small model may write much white space, so it gets room."""
     with load(bundle) as model:
         result = model.generate("door = ", max_tokens=256, temperature=0.7, seed=3, json_schema=SCHEMA)
-    found: dict[str, object] = json.loads(result.text)
-    print(found, result.finish_reason)
-    return found
+    answer: dict[str, object] = json.loads(result.text)
+    print(answer, result.finish_reason)
+    return answer
 
 
 if __name__ == "__main__":

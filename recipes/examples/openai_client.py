@@ -1,4 +1,4 @@
-"""A service asked by OpenAI's own client: an answer, a stream, and an object by a schema. Needs `pip install openai`.
+"""Query the service with OpenAI's client: an answer, a stream, and JSON by a schema. Needs `pip install openai`.
 
 llmc serve BUNDLE
 python recipes/examples/openai_client.py http://127.0.0.1:8000
@@ -21,7 +21,7 @@ SCHEMA = {
 
 
 def main(address: str) -> str:
-    client = OpenAI(base_url=f"{address}/v1", api_key="none")  # a key, where the service asks for one
+    client = OpenAI(base_url=f"{address}/v1", api_key="none")  # a key, if the service requires one
     model = client.models.list().data[0].id
     answer = client.chat.completions.create(
         model=model, messages=[{"role": "user", "content": "What is gravity?"}], max_tokens=32, temperature=0

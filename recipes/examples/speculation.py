@@ -1,4 +1,4 @@
-"""Guess tokens from what was said before, verify several in one call, lose nothing.
+"""Draft tokens from earlier text, verify several in one call, get the same output faster.
 
 python recipes/examples/speculation.py BUNDLE
 """
@@ -11,7 +11,7 @@ PROMPT = "import os\n" * 4
 
 
 def main(bundle: str) -> GenerationResult:
-    """The same tokens with and without drafts; `strict` promises it to the bit."""
+    """The same tokens with and without drafts; `strict` guarantees it bit for bit."""
     with load(bundle, determinism="strict") as model:
         plain = model.generate(PROMPT, max_tokens=64, temperature=0)
     with load(bundle, determinism="strict", draft="lookup") as model:

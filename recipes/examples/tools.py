@@ -1,9 +1,9 @@
-"""Tools: the model calls a function of yours, its arguments hold to the schema, and the conversation goes on.
+"""Tools: the model calls your function with arguments that follow the schema, and the conversation goes on.
 
 python recipes/examples/tools.py BUNDLE
 
-Needs the extra `guided`. A chat template that teaches calls says how they are written; for others name a format, as
-here. `tool_choice="required"` makes even a model call that was never taught to; leave it out, and a model that was
+Needs the extra `guided`. A chat template that teaches calls determines their format; for others name one, as here.
+`tool_choice="required"` makes even a model without training on calls make one; leave it out, and a trained model
 decides by itself.
 """
 

@@ -1,4 +1,4 @@
-"""Put together what make_parts.py cut into parts, and begin to write the weights of the large graphs."""
+"""Assemble the archives that make_parts.py cut into parts, and start to write the weights of the large graphs."""
 
 import hashlib
 import lzma
@@ -16,7 +16,7 @@ SUMS = "SHA256SUMS"
 
 
 def assemble(call: str) -> None:
-    """Check a call's part, keep it in the work folder, and unpack every archive that is whole by now."""
+    """Check a call's part, keep it in the work folder, and unpack every archive that is now complete."""
     folder, kept = PARTS / call, WORK / "parts"
     if not folder.exists():
         report(part="none", note="an owner's machine has no parts" if not PARTS.exists() else f"{folder} is missing")
@@ -39,7 +39,7 @@ def assemble(call: str) -> None:
 
 
 def check_sums(folder: Path) -> list[str]:
-    """Names of files of a part that are missing or differ from their sum."""
+    """Names of a part's files that are missing or have a wrong checksum."""
     wrong = []
     for line in (folder / SUMS).read_text(encoding="ascii").splitlines():
         wanted, name = line.split()
@@ -60,7 +60,7 @@ def unpack(pieces: list[Path]) -> None:
 
 
 def start_weights() -> None:
-    """Write the weights in the background, in a session of its own, which outlives this call."""
+    """Write the weights in a background session, which outlives this call."""
     bundles = sorted(path.parent for path in (WORK / "speed").glob("*/weights.json"))
     script = str(Path(__file__).with_name("weights.py"))
     command = ["setsid", "--fork", sys.executable, script, *map(str, bundles)]

@@ -1,4 +1,4 @@
-"""The same geometries in torch, for comparison: a static cache, SDPA, a CUDA graph made by hand, and torch.compile."""
+"""The same geometries in torch, for comparison: a static cache, SDPA, a hand-made CUDA graph, and torch.compile."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,13 +11,13 @@ from common import FAKE, expect, main, middle, report, timed
 # hidden, layers, heads, kv heads, head width, intermediate, vocabulary, biases of q, k and v
 GEOMETRIES = {"1b": (2048, 16, 32, 8, 64, 8192, 128_256, False), "0.5b": (896, 24, 14, 2, 64, 4864, 151_936, True)}
 TINY = (64, 2, 4, 2, 16, 128, 256, True)
-CAPACITIES = (8,) if FAKE else (128, 1024, 4000)  # positions that a step looks at
+CAPACITIES = (8,) if FAKE else (128, 1024, 4000)  # positions that a step attends to
 PROMPT, STEPS = (16, 3) if FAKE else (2048, 64)
 DEVICE, DTYPE = ("cpu", torch.float32) if FAKE else ("cuda", torch.float16)
 
 
 class Decoder:
-    """A Llama of random weights, with q, k and v, and gate and up, as one product each."""
+    """A Llama with random weights; q, k and v are one product, like gate and up."""
 
     def __init__(self, geometry: tuple[Any, ...]) -> None:
         self.hidden, self.layers, self.heads, self.kv_heads, self.width, inner, vocabulary, biased = geometry
@@ -45,7 +45,8 @@ class Decoder:
         return [torch.zeros(shape, device=DEVICE, dtype=DTYPE) for _ in range(self.layers)]
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor, caches: list[torch.Tensor]) -> torch.Tensor:
-        """The most probable token after ``ids`` [S]: one that sees the whole cache, or a prompt from the beginning."""
+        """The most probable token after ``ids`` [S]: one token that sees the whole cache, or a prompt from the
+        start."""
         x = self.embedding[ids]
         for (qkv, out, up, down), cache in zip(self.weights, caches, strict=True):
             h = F.linear(F.rms_norm(x, (self.hidden,), self.norm), qkv, self.bias)
@@ -81,7 +82,7 @@ def compare(name: str) -> None:
     measure("prefill_ms", lambda: model.run(prompt, places, caches), 5)
     for capacity in CAPACITIES:
         measure_step(f"graph_{capacity}_ms", model, capacity, record)
-    for capacity in CAPACITIES[:2]:  # the compiler takes most of the item's time, so it comes last
+    for capacity in CAPACITIES[:2]:  # last, because compiling takes most of the item's time
         options = {"backend": "eager"} if FAKE else {"mode": "reduce-overhead"}
         measure_step(
             f"compiled_{capacity}_ms", model, capacity, lambda step, options=options: torch.compile(step, **options)
@@ -89,19 +90,19 @@ def compare(name: str) -> None:
 
 
 def measure_step(name: str, model: Decoder, capacity: int, wrap: Callable[[Any], Any]) -> None:
-    """Time steps with ``capacity`` positions in the cache, all seen."""
+    """Time steps with ``capacity`` positions in the cache, all visible."""
     caches = model.make_cache(capacity)
-    place = torch.tensor([capacity - 1], device=DEVICE)
+    position = torch.tensor([capacity - 1], device=DEVICE)
     ids = torch.zeros(1, dtype=torch.long, device=DEVICE)
     try:
-        measure(name, wrap(lambda: model.run(ids, place, caches)), STEPS)
-    except Exception as error:  # noqa: BLE001  # recorded, and the next way is tried
+        measure(name, wrap(lambda: model.run(ids, position, caches)), STEPS)
+    except Exception as error:  # noqa: BLE001  # recorded; the next way is tried
         report(**{name: f"{type(error).__name__}: {error}"[:300]})
         expect(False, f"{name}: {type(error).__name__}")
 
 
 def record(step: Callable[[], Any]) -> Callable[[], Any]:
-    """The step as a CUDA graph, recorded after it ran three times on another stream."""
+    """The step as a CUDA graph, recorded after three runs on another stream."""
     if FAKE:
         report(graph="needs a GPU: timed without one")
         return step

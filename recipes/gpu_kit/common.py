@@ -1,4 +1,4 @@
-"""Parts that all items share: where things lie, how results are printed, and doubles for a dry run."""
+"""Shared parts of all items: paths, results, and doubles for a dry run."""
 
 import json
 import os
@@ -16,19 +16,19 @@ WORK = Path(os.environ.get("GPU_KIT_WORK", "."))
 PARTS = Path(os.environ.get("GPU_KIT_PARTS", "."))
 TARGET = os.environ.get("GPU_KIT_TARGET", "cuda")
 FAKE = os.environ.get("GPU_KIT_FAKE") == "1"
-# Relative distance from the CPU's logits beyond which something is wrong, and not only rounded: see :func:`distance`.
-# On a CPU float16 differs from float32 by 0.001; logits of the position before are more than 1 away.
+# Relative distance from the CPU's logits beyond which there is an error, not only rounding: see :func:`distance`. On a
+# CPU float16 differs from float32 by 0.001; logits of the previous position differ by more than 1.
 LIMIT = 0.02
 problems: list[str] = []
 
 
 def report(**values: Any) -> None:
-    """Print results: at once, so that an item that hangs later has said them."""
+    """Print results at once, so that an item that hangs later has reported them."""
     print(json.dumps(values, default=str), flush=True)
 
 
 def expect(condition: bool, problem: str) -> None:
-    """Note a problem, and go on."""
+    """Report a problem if the condition is false, and go on."""
     if not condition:
         problems.append(problem)
 
@@ -41,10 +41,10 @@ def main(functions: Mapping[str, Callable[..., None]]) -> None:
 
 
 def distance(logits: NDArray[Any], wanted: NDArray[Any]) -> float:
-    """The largest relative difference of any position, NaN where something is not finite.
+    """The largest relative difference of any position; NaN if a value is not finite.
 
-    It is the root mean square of the differences over the deviation of the wanted logits. Both are centred first, for a
-    constant that is added to all logits means nothing.
+    It is the root mean square of the differences, divided by the standard deviation of the wanted logits. Both are
+    centred first, because a constant added to all logits changes nothing.
     """
     x, y = (
         np.asarray(a, np.float64) - np.asarray(a, np.float64).mean(axis=-1, keepdims=True) for a in (logits, wanted)
@@ -67,7 +67,7 @@ def middle(times: Sequence[float]) -> float:
 
 
 def use_doubles() -> None:
-    """Put the tests' doubles in the place of the driver and ONNX Runtime's provider; kernels are the CPU's."""
+    """Replace the driver and ONNX Runtime's provider by the tests' doubles; kernels are the CPU's."""
     import llmc
 
     sys.path.append(str(Path(llmc.__file__).parent / "tests"))

@@ -1,4 +1,4 @@
-"""Items that need the driver alone: the machine, copies, launches, the tests marked gpu, and errors of the driver."""
+"""Items that only need the driver: the machine, copies, launches, the tests marked gpu, and errors of the driver."""
 
 import importlib.metadata
 import os
@@ -17,9 +17,9 @@ PACKAGES = ("torch", "numpy", "onnx", "onnx-ir", "onnxruntime", "onnxruntime-gpu
 QUERY = (
     "name,driver_version,pstate,clocks.sm,clocks.mem,clocks.max.sm,power.limit,ecc.mode.current,pcie.link.gen.current"
 )
-COPIED = 1 << (22 if FAKE else 30)  # bytes of the buffers between which bandwidth is measured
+COPIED = 1 << (22 if FAKE else 30)  # bytes per buffer for measuring bandwidth
 LOGITS = 608_000  # bytes of one row of logits of Qwen2.5
-KERNELS = 300  # about what a step of a small model launches
+KERNELS = 300  # about as many as a step of a small model launches
 
 
 def machine() -> None:
@@ -44,7 +44,7 @@ def machine() -> None:
 
 
 def copies() -> None:
-    """Bandwidth of copies on the device and to it, and what a copy, a launch and 300 dependent kernels take."""
+    """Bandwidth of copies on the device and to it, and the time of a copy, a launch and 300 dependent kernels."""
     driver = open_driver()
     stream = driver.stream()
     one, two, host = driver.alloc(COPIED), driver.alloc(COPIED), driver.alloc_host(COPIED)
@@ -105,7 +105,7 @@ def gpu_tests() -> None:
     root = Path(llmc.__file__).parent
     files = [str(path) for path in (root / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text("utf-8")]
     command = [sys.executable, "-X", "faulthandler", "-m", "pytest", "-m", "gpu", "-rs", "-q", "-p", "no:cacheprovider"]
-    quiet = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # plug-ins of others warn, and warnings are errors
+    quiet = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # warnings of other plug-ins would be errors
     ended = subprocess.run([*command, *files], cwd=root, env={**os.environ, **quiet}, capture_output=True, text=True)
     print(ended.stdout, ended.stderr)
     counts = {name: int(number) for number, name in re.findall(r"(\d+) (passed|failed|skipped|error)", ended.stdout)}
@@ -117,7 +117,7 @@ def gpu_tests() -> None:
 
 
 def errors() -> None:
-    """Ask for too much memory, free and fill wrong addresses, end what never began: each gets one of llmc's errors."""
+    """Ask for too much memory, free and fill wrong addresses, end unstarted captures: each must raise llmc's error."""
     driver = open_driver()
     stream = driver.stream()
     sentences = {}
@@ -131,7 +131,7 @@ def errors() -> None:
         try:
             step()
             sentences[name] = "no error"
-        except Exception as error:  # noqa: BLE001  # its sentence is the result
+        except Exception as error:  # noqa: BLE001  # the message is the result
             sentences[name] = f"{type(error).__name__}: {error}"
         report(**sentences)
     expect("no error" not in sentences.values(), "a wrong call raised nothing")

@@ -1,10 +1,10 @@
-"""Run everything that a GPU is to answer, the most valuable first; results.jsonl and a table in --out.
+"""Run everything that needs a GPU, the most valuable items first; writes results.jsonl and a table to --out.
 
     python kit.py A --out OUT --deadline 190      # a call: A, B or C, or several
     python kit.py B --out OUT --only 'speed 1b*'  # some items, for example those that failed
 
-Each item is a process of its own with a time limit, and depends on no other. It prints lines of JSON, which make its
-result; what it printed beside them, and one that fails or hangs, is recorded, and the rest goes on.
+Each item is a separate process with a time limit, and depends on no other. It prints lines of JSON, its result; its
+other output is logged. An item that fails or hangs is recorded, and the rest goes on.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
-# Results and logs are small: what of an item's output is kept, and how wide and long the table is.
+# Results and logs are small: the part of an item's output that is kept, and the table's width and length.
 KEPT, WIDTH, LINES = 20_000, 190, 60
 DRY_SLACK = 6.0  # limits are for a GPU; a dry run computes on the CPU
 SPEEDS = [
@@ -79,21 +79,21 @@ ITEMS = [
 
 
 def main(arguments: Sequence[str]) -> int:
-    asked = parse(arguments)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    asked.work.mkdir(parents=True, exist_ok=True)
-    items = [item for item in ITEMS if item.call in asked.calls and fnmatchcase(item.name, asked.only)]
+    args = parse(arguments)
+    args.out.mkdir(parents=True, exist_ok=True)
+    args.work.mkdir(parents=True, exist_ok=True)
+    items = [item for item in ITEMS if item.call in args.calls and fnmatchcase(item.name, args.only)]
     results = []
-    with (asked.out / "results.jsonl").open("a") as file, (asked.out / "log.txt").open("a") as log:
+    with (args.out / "results.jsonl").open("a") as file, (args.out / "log.txt").open("a") as log:
         for item in items:
-            result, output = attempt(item, asked)
+            result, output = attempt(item, args)
             results.append(result)
             for stream, text in ((file, json.dumps(result)), (log, f"==== {item.name}: {result['state']}\n{output}")):
                 stream.write(text + "\n")
                 stream.flush()
                 os.fsync(stream.fileno())
     table = format_table(results)
-    (asked.out / f"table-{''.join(asked.calls)}.md").write_text(table + "\n")
+    (args.out / f"table-{''.join(args.calls)}.md").write_text(table + "\n")
     print(table)
     return int(any(result["state"] != "ok" for result in results))
 
@@ -110,19 +110,19 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--deadline", type=float, default=3600.0, help="seconds; no item begins that may end later")
     parser.add_argument("--target", choices=("cuda", "cpu"), default="cuda", help="cpu: bundles run on the CPU")
     parser.add_argument("--fake-device", action="store_true", help="a dry run: doubles of the driver and the provider")
-    asked = parser.parse_args(arguments)
-    asked.target = "cpu" if asked.fake_device else asked.target
-    asked.begin = time.monotonic()
+    args = parser.parse_args(arguments)
+    args.target = "cpu" if args.fake_device else args.target
+    args.begin = time.monotonic()
     for name in ("parts", "work", "out"):
-        setattr(asked, name, getattr(asked, name).resolve())
-    return asked
+        setattr(args, name, getattr(args, name).resolve())
+    return args
 
 
 # ------------------------------------------------------------------------------------------------------ one item
 
 
 def attempt(item: Item, asked: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Run an item in a process group of its own; its line of the results, and what it printed."""
+    """Run an item in a process group of its own; return its line of the results, and its output."""
     begin = time.monotonic()
     limit = item.limit * (DRY_SLACK if asked.fake_device else 1)
     left = asked.deadline - (begin - asked.begin)
@@ -140,7 +140,7 @@ def attempt(item: Item, asked: argparse.Namespace) -> tuple[dict[str, Any], str]
 def run(item: Item, asked: argparse.Namespace, limit: float) -> tuple[str, str]:
     script, *arguments = item.command
     command = [sys.executable, str(HERE / script), *arguments]
-    with tempfile.TemporaryFile() as file:  # no pipe, which a process that was left running could hold
+    with tempfile.TemporaryFile() as file:  # not a pipe, which a leftover process could hold open
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True, env=environment(asked)
         )
@@ -150,7 +150,7 @@ def run(item: Item, asked: argparse.Namespace, limit: float) -> tuple[str, str]:
         except subprocess.TimeoutExpired:
             state = f"no end after {limit:g} s"
         with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)  # the item's own group, with what it left running
+            os.killpg(child.pid, signal.SIGKILL)  # the item's own group, with its leftover processes
         child.wait()
         file.seek(0)
         output = file.read().decode(errors="replace")
@@ -159,7 +159,7 @@ def run(item: Item, asked: argparse.Namespace, limit: float) -> tuple[str, str]:
 
 
 def environment(asked: argparse.Namespace) -> dict[str, str]:
-    """Variables of every item; assembled packages go first where there are any."""
+    """Environment variables of every item; assembled packages, if any, come first."""
     folders = [asked.work / name for name in ("ort", "site", "rtx") if (asked.work / name).exists()]
     source = asked.work if (asked.work / "llmc").exists() else CHECKOUT / ".typing"
     return {
@@ -178,15 +178,15 @@ def environment(asked: argparse.Namespace) -> dict[str, str]:
 
 
 def read_result(output: str) -> dict[str, Any]:
-    """All lines of JSON that an item printed, in one; later lines win, and numbers that are none become text."""
+    """All lines of JSON that an item printed, merged; later lines win, and non-finite numbers become text."""
     result: dict[str, Any] = {}
     for line in output.splitlines():
         if line.startswith("{"):
             try:
                 result |= json.loads(line, parse_constant=str)
-            except ValueError:  # not ours
+            except ValueError:  # other output
                 continue
-    # ONNX Runtime names the kernel of each attention node where ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO is set.
+    # ONNX Runtime names each attention node's kernel if ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO is set.
     if kernels := sorted(set(re.findall(r"SdpaKernel=(\w+)", output))):
         result["attention"] = kernels
     return result
@@ -196,7 +196,7 @@ def read_result(output: str) -> dict[str, Any]:
 
 
 def format_table(results: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table with a line for each item, short enough for the end of a command's output."""
+    """A Markdown table with a line per item, short enough for the end of a command's output."""
     counts = sum(result["state"] == "ok" for result in results)
     rows = [f"{counts} of {len(results)} items ok", "| item | state | s | result |", "|---|---|---:|---|"]
     for result in results[: LINES - len(rows)]:

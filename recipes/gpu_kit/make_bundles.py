@@ -1,7 +1,7 @@
 """Make the kit's bundles on a machine with torch: tiny ones with golden logits, and large graphs without weights.
 
-Weights are random and nothing is judged: a build with its gate is an item of the kit. Golden logits are those of the
-same graph on the CPU, so a GPU differs by rounding alone.
+Weights are random and nothing is judged: a build with its gate is an item of the kit. Golden logits come from the same
+graph on the CPU, so a GPU differs only by rounding.
 """
 
 import importlib
@@ -26,7 +26,7 @@ from llmc.runtime import load
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from make_model import GEOMETRIES, write_checkpoint
 
-# Weights are large enough for attention to look at few positions: then a wrong rope, mask or window shows.
+# Weights are large enough for attention to focus on few positions: then a wrong rope, mask or window shows.
 BASE = {
     "model_type": "llama",
     "hidden_size": 128,
@@ -73,9 +73,9 @@ TINY: dict[str, tuple[dict[str, Any], str, int]] = {
 }
 SPEED = {"1b": "llama-3.2-1b", "0.5b": "qwen2.5-0.5b"}
 PRECISIONS = ("fp16", "int8", "int4")
-CONTEXT, ROWS = 4096, 8  # of the speed bundles; rows of all
-STEPS = 32  # golden steps after a prompt that leaves room for them
-EXPORT = "llama-g4-fp16"  # the tiny model whose export the kit carries
+CONTEXT, ROWS = 4096, 8  # CONTEXT is for the speed bundles, ROWS for all
+STEPS = 32  # golden steps; the prompt leaves room for them
+EXPORT = "llama-g4-fp16"  # the tiny model whose export is part of the kit
 
 
 def make_tiny(output: Path, name: str, exports: Path | None = None) -> None:
@@ -86,7 +86,7 @@ def make_tiny(output: Path, name: str, exports: Path | None = None) -> None:
         write_checkpoint({**BASE, **geometry}, Path(work) / "checkpoint", tokenizer)
         made = export(Path(work) / "checkpoint", exports or Path(work) / "export", force=True).output
         build_unjudged(made, output / name, precision, context)
-        if exports:  # its weights are links to the checkpoint's
+        if exports:  # the export's weights are links to the checkpoint's
             shutil.copytree(made, f"{made}.copy", copy_function=shutil.copyfile)
             shutil.rmtree(made)
             Path(f"{made}.copy").rename(made)
@@ -94,7 +94,7 @@ def make_tiny(output: Path, name: str, exports: Path | None = None) -> None:
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """One token per byte, so that a bundle is small."""
+    """Write a tokenizer with one token per byte, so that a bundle is small."""
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {text: number for number, text in enumerate(["<|endoftext|>", "<|unknown|>", "<|end|>", *alphabet])}
@@ -119,20 +119,20 @@ def build_unjudged(source: Path, output: Path, precision: str, context: int) -> 
 
 
 def write_golden(bundle: Path, context: int, steps: int = STEPS) -> None:
-    """Record the CPU's logits after a random prompt, which nearly fills the context, and after each step behind it."""
+    """Record the CPU's logits after a random prompt, which nearly fills the context, and after each further step."""
     ids = np.random.default_rng(0).integers(3, read_bundle(bundle).geometry.vocab_size, context - 1)
     prompt = len(ids) - steps
     with load(bundle, emulate=True, self_test=False, prefix_cache_bytes=0) as model:
         rows = [model.runner.prefill(ids[:prompt].tolist())[0, 0].copy()]
-        rows += [model.runner.step(int(ids[place]), place)[0, 0].copy() for place in range(prompt, len(ids))]
+        rows += [model.runner.step(int(ids[position]), position)[0, 0].copy() for position in range(prompt, len(ids))]
     np.savez(bundle.with_name(f"{bundle.name}.npz"), ids=ids, logits=np.stack(rows))
 
 
 def make_speed(output: Path, model: str) -> None:
-    """Build a large model in every precision, and keep the graphs alone."""
+    """Build a large model in every precision, and keep only the graphs."""
     with TemporaryDirectory(dir=output) as work:
         write_checkpoint(GEOMETRIES[SPEED[model]], Path(work) / "checkpoint")
-        write_tokenizer(Path(work) / "checkpoint")  # one with a text for each of 150,000 tokens would weigh most
+        write_tokenizer(Path(work) / "checkpoint")  # one with 150,000 tokens would be most of the kit's size
         made = export(Path(work) / "checkpoint", Path(work) / "export").output
         shutil.rmtree(Path(work) / "checkpoint")  # the export has links to its weights
         for precision in PRECISIONS:
@@ -141,14 +141,14 @@ def make_speed(output: Path, model: str) -> None:
 
 
 def strip(bundle: Path) -> None:
-    """Replace a bundle's weights by a list of them: name, type, shape, offset, mean and deviation."""
+    """Replace a bundle's weights by a list: name, type, shape, offset, mean and deviation."""
     graph = onnx.load(bundle / read_bundle(bundle).graphs["decode"].file, load_external_data=False).graph
     places = {}
     for tensor in graph.initializer:
         if tensor.external_data:
             external = {entry.key: entry.value for entry in tensor.external_data}
             offset, length = int(external["offset"]), int(external["length"])
-            if places.get(offset, {"bytes": 0})["bytes"] < length:  # two tensors may share a place
+            if places.get(offset, {"bytes": 0})["bytes"] < length:  # two tensors may have the same offset
                 kind = onnx.TensorProto.DataType.Name(tensor.data_type)
                 places[offset] = {"name": tensor.name, "type": kind, "shape": list(tensor.dims), "bytes": length}
     content = np.memmap(bundle / WEIGHTS, np.uint8, "r")
@@ -160,7 +160,7 @@ def strip(bundle: Path) -> None:
 def describe(content: Any, tensor: dict[str, Any]) -> dict[str, float]:
     """Mean and deviation of the first values of a tensor of floats."""
     if tensor["type"] not in ("FLOAT", "FLOAT16"):
-        random_values(tensor, 1)  # refuses what random bytes would break
+        random_values(tensor, 1)  # raises for types that random bytes would break
         return {}
     values = content[: min(tensor["bytes"], BLOCK)].view(np.float32 if tensor["type"] == "FLOAT" else np.float16)
     return {"mean": float(values.mean(dtype=np.float64)), "deviation": float(values.std(dtype=np.float64))}

@@ -4,8 +4,8 @@
     python recipes/gpu_kit/make_parts.py --rtx            # and C: TensorRT-RTX, whose first bytes travel with B
     python recipes/gpu_kit/make_parts.py --bundles WORK   # the bundles alone, for the machine that has the GPU
 
-Needs an environment with the extras ``export`` and ``cpu``, pip, and a checkout without changes: llmc travels as an
-archive of HEAD. Bundles and libraries stay in .gpu_kit/work, and are made again when their sources change.
+Needs an environment with the extras ``export`` and ``cpu``, pip, and a checkout without changes: the kit holds llmc as
+an archive of HEAD. Bundles and libraries stay in .gpu_kit/work, and are rebuilt when their sources change.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from trim import trim
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
-# What can be carried with a call: a part and the checkout itself.
+# Limit of a call's upload: a part and the checkout.
 PART, CARRIED, SPARE = 45 << 20, 64 << 20, 1 << 19
 PYTHON, PLATFORMS = "3.12", ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
 LIBRARY = "onnxruntime-gpu==1.31.1"
@@ -41,7 +41,7 @@ SOURCES = (
     "recipes/gpu_kit/make_bundles.py",
     "recipes/benchmarks/make_model.py",
 )
-DICTIONARY = 1 << 28  # bytes that the packer looks back: a library repeats itself far apart
+DICTIONARY = 1 << 28  # bytes that the packer looks back: a library repeats itself over long distances
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -50,24 +50,24 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--architectures", default="90", help="whose machine code is carried (90); several: 86,90")
     parser.add_argument("--rtx", action="store_true", help="carry TensorRT-RTX, too")
     parser.add_argument("--bundles", type=Path, help="make the bundles in this folder, and nothing else")
-    asked = parser.parse_args(arguments)
-    if asked.bundles:
-        make_bundles(asked.bundles)
+    args = parser.parse_args(arguments)
+    if args.bundles:
+        make_bundles(args.bundles)
         return
     if git("status", "--porcelain", "--untracked-files=no"):
         parser.error("the checkout has changes, and llmc travels as an archive of HEAD; commit them first")
-    work = asked.folder.resolve() / "work"
+    work = args.folder.resolve() / "work"
     make_bundles(work)
     archive_source(work)
     install(work / "site", WHEELS, work)
     archives = [pack(work, "kit", ("llmc", "site", "tiny", "export", "speed"))]
-    library = f"ort-{LIBRARY.rpartition('=')[2]}-sm{asked.architectures.replace(',', '-')}"
+    library = f"ort-{LIBRARY.rpartition('=')[2]}-sm{args.architectures.replace(',', '-')}"
     if not (work / f"{library}.tar.xz").exists():
         install(work / "ort", (LIBRARY,), work)
-        trim_library(work / "ort", {int(each) for each in asked.architectures.split(",")})
+        trim_library(work / "ort", {int(each) for each in args.architectures.split(",")})
         pack(work, library, ("ort",))
     archives.append(work / f"{library}.tar.xz")
-    if asked.rtx:
+    if args.rtx:
         archives.append(work / "rtx.tar.xz")
         if not archives[-1].exists():
             install(work / "rtx", RTX, work)
@@ -76,8 +76,8 @@ def main(arguments: Sequence[str]) -> None:
             pack(work, "rtx", ("rtx",))
     tree = sum((CHECKOUT / name).lstat().st_size for name in git("ls-files", "-z").split("\0") if name)
     room = min(PART, CARRIED - SPARE - tree)
-    cut(archives, asked.folder.resolve(), room)
-    for file in sorted(asked.folder.glob("[ABC]/*")):
+    cut(archives, args.folder.resolve(), room)
+    for file in sorted(args.folder.glob("[ABC]/*")):
         print(f"{file.stat().st_size:>12,} {file}")
     print(f"a part has room for {room:,} bytes beside the checkout's {tree:,}")
 
@@ -87,7 +87,7 @@ def git(*arguments: str) -> str:
 
 
 def make_bundles(work: Path) -> None:
-    """Tiny and large bundles; those that are there stay while what makes them is the same."""
+    """Make tiny and large bundles, unless they exist and their sources are unchanged."""
     known, sources = work / "sources.txt", git("rev-parse", *(f"HEAD:{name}" for name in SOURCES))
     if known.exists() and known.read_text() != sources:
         for name in ("tiny", "speed", "export"):
@@ -108,7 +108,7 @@ def make_bundles(work: Path) -> None:
 
 
 def archive_source(work: Path) -> None:
-    """llmc at HEAD, without the trained model and the data of tests."""
+    """Archive llmc at HEAD, without the trained model and the tests' data."""
     folder, archive = work / "llmc", work / "llmc.tar"
     shutil.rmtree(folder, ignore_errors=True)
     git("archive", "--prefix=llmc/", "-o", str(archive), "HEAD", "--", ".", ":!recipes/tiny", ":!tests/data")
@@ -119,7 +119,7 @@ def archive_source(work: Path) -> None:
 
 
 def install(folder: Path, packages: Iterable[str], work: Path) -> None:
-    """Unpack wheels for the other machine's Python into an empty folder, without what they need themselves."""
+    """Unpack wheels for the other machine's Python into an empty folder, without their dependencies."""
     shutil.rmtree(folder, ignore_errors=True)
     wheels = work / "wheels" / folder.name
     platforms = [f"--platform={platform}_x86_64" for platform in PLATFORMS]
@@ -147,7 +147,7 @@ def trim_library(folder: Path, architectures: set[int]) -> None:
 
 
 def pack(folder: Path, name: str, members: Sequence[str]) -> Path:
-    """Pack folders as small as xz can, with its filter for machine code."""
+    """Pack folders with xz's strongest settings, and its filter for machine code."""
     path, part = folder / f"{name}.tar.xz", folder / f"{name}.part"
     packer = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": DICTIONARY}
     with lzma.open(part, "wb", filters=[{"id": lzma.FILTER_X86}, packer]) as file:

@@ -1,4 +1,4 @@
-"""Other engines on the same models: TensorRT-RTX on a GPU that it does not list, and the plug-in provider of nxrt."""
+"""Other engines on the same models: TensorRT-RTX on a GPU that it does not list, and nxrt's plug-in provider."""
 
 import importlib
 import sys
@@ -12,7 +12,7 @@ PROVIDER = "nxrt"
 
 
 def rtx() -> None:
-    """Build and run a tiny bundle; a refusal of this GPU is an answer."""
+    """Build and run a tiny bundle; a refusal of this GPU is a result, too."""
     from llmc.errors import LlmcError
     from llmc.optimize.build import build
     from llmc.optimize.recipe import BuildRequest
@@ -21,7 +21,7 @@ def rtx() -> None:
 
     report(library=str(importlib.import_module("tensorrt_rtx").__version__))
     lists_gpu = library.lists_gpu
-    for name, module in list(sys.modules.items()):  # the question is what the library does, not what it lists
+    for name, module in list(sys.modules.items()):  # skip the check of listed GPUs: test what the library does
         if name.startswith("llmc.") and getattr(module, "lists_gpu", None) is lists_gpu:
             module.lists_gpu = lambda *_: True  # type: ignore[attr-defined]
     known = np.load(WORK / "tiny" / "llama-g4-fp16.npz")
@@ -55,10 +55,10 @@ def nxrt(name: str) -> None:
     folder = find(name)
     manifest = read_bundle(folder)
     settings = onnxruntime.SessionOptions()
-    others = {device.ep_name for device in onnxruntime.get_ep_devices()}
+    other_names = {device.ep_name for device in onnxruntime.get_ep_devices()}
     try:
         onnxruntime.register_execution_provider_library(PROVIDER, get_library_path())
-        devices = [device for device in onnxruntime.get_ep_devices() if device.ep_name not in others]
+        devices = [device for device in onnxruntime.get_ep_devices() if device.ep_name not in other_names]
         report(devices=[str(device.ep_name) for device in devices])
         settings.add_provider_for_devices(devices[:1], {})
     except Exception as error:
@@ -74,9 +74,9 @@ def nxrt(name: str) -> None:
     logits = session.run(["logits"], feeds)[0]
     report(prompt_ms=middle(timed(lambda: session.run(["logits"], feeds), 1 if FAKE else 5)))
     if golden.exists():
-        found = distance(logits[0], np.load(golden)["logits"][:1])
-        report(prefill=found)
-        expect(found <= LIMIT, f"prefill is {found:.3g} from the CPU")
+        prefill = distance(logits[0], np.load(golden)["logits"][:1])
+        report(prefill=prefill)
+        expect(prefill <= LIMIT, f"prefill is {prefill:.3g} from the CPU")
 
 
 def make_feeds(session: Any, ids: Any, capacity: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,15 +21,15 @@ from weights import SPEC, WEIGHTS, write_weights
 os.environ["ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO"] = "1"
 POSITIONS = (8, 12) if FAKE else (128, 1024, 4000)
 STEPS = 4 if FAKE else 64
-LENGTHS = (8, 24, 3) if FAKE else (100, 2040, 20)  # of prompts for first tokens: from, to, how many
+LENGTHS = (8, 24, 3) if FAKE else (100, 2040, 20)  # prompt lengths for first tokens: from, to, number
 CHUNKS = (4, 16) if FAKE else (256, 2048)
-CALLS = 6 if FAKE else 200  # of each of two threads
-CUDNN = 8  # its bit among ONNX Runtime's kernels for attention
+CALLS = 6 if FAKE else 200  # per thread, of two
+CUDNN = 8  # its bit among ONNX Runtime's attention kernels
 
 
 @contextmanager
 def open_model(name: str, recordings: int | None = None, fast: str = "1") -> Iterator[Any]:
-    """Load a bundle; ``recordings`` is the most CUDA graphs to make, ``fast`` turns on kernels for integers."""
+    """Load a bundle; ``recordings`` is the most CUDA graphs to record, ``fast`` turns on integer kernels."""
     if FAKE:
         use_doubles()
     from llmc.runtime import load
@@ -43,9 +44,9 @@ def open_model(name: str, recordings: int | None = None, fast: str = "1") -> Ite
 
 
 def find(name: str) -> Path:
-    """The folder of a bundle; weights that are not written yet are written now."""
+    """The folder of a bundle; missing weights are written now."""
     model, _, precision = name.partition("-")
-    if FAKE and model in ("1b", "0.5b") and precision != "fp16":  # whose steps take CPUs half a minute
+    if FAKE and model in ("1b", "0.5b") and precision != "fp16":  # their steps take half a minute on CPUs
         name = f"llama-g4-{precision}"
     folder = WORK / "tiny" / name
     if not folder.exists():
@@ -63,7 +64,7 @@ def draw(model: Any, count: int, seed: int = 0) -> list[int]:
 
 
 def library(name: str) -> None:
-    """Import the library, and list what it loads and which provider computes each operator."""
+    """Import the library; list the files it loads and the provider of each operator."""
     import onnxruntime
 
     report(version=onnxruntime.__version__, file=onnxruntime.__file__, providers=onnxruntime.get_available_providers())
@@ -95,7 +96,7 @@ def library(name: str) -> None:
 
 
 def golden(name: str) -> None:
-    """Compare with the CPU's logits: steps recorded and not, prompts in chunks, rows in a batch, a cache that grows."""
+    """Compare with the CPU's logits: steps recorded or not, prompts in chunks, rows in a batch, a growing cache."""
     known = np.load(WORK / "tiny" / f"{name}.npz")
     ids, wanted = known["ids"].tolist(), known["logits"]
     logits = {}
@@ -110,9 +111,9 @@ def golden(name: str) -> None:
     report(equal_bits=bool(np.array_equal(logits["plain"], logits["recorded"])))
     with open_model(name) as model:  # from the smallest cache up
         model.runner.prefill(ids[:250])
-        grown = np.stack([model.runner.step(ids[place], place)[0, 0].copy() for place in range(250, 260)])
+        grown = np.stack([model.runner.step(ids[position], position)[0, 0].copy() for position in range(250, 260)])
         model.runner.reserve(len(ids))
-        whole = np.stack([model.runner.step(ids[place], place)[0, 0].copy() for place in range(250, 260)])
+        whole = np.stack([model.runner.step(ids[position], position)[0, 0].copy() for position in range(250, 260)])
         compare(growth=distance(grown, whole))
 
 
@@ -126,11 +127,11 @@ def replay(runner: Any, ids: Sequence[int], count: int) -> Any:
     """Logits after the prompt and after each of the last ``count - 1`` tokens."""
     start = len(ids) - count + 1
     rows = [runner.prefill(ids[:start])[0, 0].copy()]
-    return np.stack(rows + [runner.step(ids[place], place)[0, 0].copy() for place in range(start, len(ids))])
+    return np.stack(rows + [runner.step(ids[position], position)[0, 0].copy() for position in range(start, len(ids))])
 
 
 def compare_rows(session: Any, ids: Sequence[int]) -> float:
-    """The distance of rows that decode together from each row alone."""
+    """The distance between rows decoded together and each row alone."""
     from llmc.runtime.sessions import Batch, Phase
 
     past = [40, 47, 61, 90]
@@ -151,7 +152,7 @@ def compare_rows(session: Any, ids: Sequence[int]) -> float:
 
 
 def speed(name: str, fast: str, *variables: str) -> None:
-    """Milliseconds of a step and of a prompt, plain and recorded; the engine's own steps; memory beside the plan."""
+    """Milliseconds of a step and of a prompt, plain and recorded; of the engine's steps; and memory beside the plan."""
     os.environ.update(variable.split("=") for variable in variables)
     from llmc.runtime.sessions.onnxruntime import cuda
 
@@ -163,11 +164,12 @@ def speed(name: str, fast: str, *variables: str) -> None:
         runner.reserve(len(ids))
         for way, most in (("plain", 0), ("graph", 512)):
             cuda.MOST_RECORDINGS = most  # type: ignore[misc]
-            runner.session.cache.reserve(1 + (way == "graph"), len(ids))  # grows, and forgets what was bound
+            runner.session.cache.reserve(1 + (way == "graph"), len(ids))  # grows, and drops bindings
             for past in POSITIONS:
                 prompt = timed(lambda past=past: runner.prefill(ids[:past]), 3)
-                place = iter(range(past, past + STEPS))
-                times = timed(lambda place=place: runner.step(ids[0], next(place)), STEPS)[2:]  # two make the graph
+                positions = iter(range(past, past + STEPS))
+                step = partial(lambda at: runner.step(ids[0], next(at)), positions)
+                times = timed(step, STEPS)[2:]  # the first two record the graph
                 report(**{f"{way}_{past}_ms": middle(times)})
                 more[f"{way}_{past}"] = {
                     "gb_s": weights / middle(times) / 1e6,
@@ -203,7 +205,7 @@ def free_memory() -> int:
 
 
 def first_token(name: str, kernels: str = "") -> None:
-    """Milliseconds to the first token of prompts of lengths that were not seen before, in small and large chunks."""
+    """Milliseconds to the first token of prompts with new lengths, in small and large chunks."""
     from llmc.runtime.sessions.onnxruntime import cuda_provider
 
     if kernels == "cudnn":
@@ -213,7 +215,7 @@ def first_token(name: str, kernels: str = "") -> None:
     with open_model(name) as model:
         ids = draw(model, high)
         for chunk in CHUNKS:
-            model.runner.prefill(ids, chunk=chunk)  # takes the memory of the longest
+            model.runner.prefill(ids, chunk=chunk)  # allocates for the longest
         for chunk, row in zip(CHUNKS, lengths.tolist(), strict=True):
             times = [timed(lambda n=n, chunk=chunk: model.runner.prefill(ids[:n], chunk=chunk), 1)[0] for n in row]
             report(**{f"chunk_{chunk}": {"median_ms": middle(times), "worst_ms": max(times)}})
@@ -223,7 +225,7 @@ def first_token(name: str, kernels: str = "") -> None:
 
 
 def kernels(name: str) -> None:
-    """Kernels of 20 steps that are not recorded: microseconds and calls of each step."""
+    """Kernels of 20 unrecorded steps: microseconds and calls per step."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -233,8 +235,8 @@ def kernels(name: str) -> None:
         ids = draw(model, POSITIONS[1] + count + 2)
         model.runner.prefill(ids[: POSITIONS[1]])
         with profile(activities=kinds) as seen:
-            for place in range(POSITIONS[1], POSITIONS[1] + count):
-                model.runner.step(ids[0], place)
+            for position in range(POSITIONS[1], POSITIONS[1] + count):
+                model.runner.step(ids[0], position)
     events = [event for event in seen.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
     events.sort(key=lambda event: -event.device_time_total)
     report(kernels_per_step=sum(event.count for event in events) / count if events else "needs a GPU")
@@ -246,7 +248,7 @@ def kernels(name: str) -> None:
 
 
 def threads(*names: str) -> None:
-    """Two bundles in two threads, with prompts, steps and growing caches at the same time: CUDA's error 900."""
+    """Run two bundles in two threads, with prompts, steps and growing caches at the same time: CUDA's error 900."""
     failures: Counter[str] = Counter()
 
     def work(model: Any, seed: int) -> None:
@@ -254,8 +256,8 @@ def threads(*names: str) -> None:
         for call in range(CALLS):
             try:
                 model.runner.prefill(ids[: 20 + call % 7])
-                for place in range(30, 34):
-                    model.runner.step(ids[place], place + 2 * call)
+                for position in range(30, 34):
+                    model.runner.step(ids[position], position + 2 * call)
             except Exception as error:  # noqa: BLE001  # counted
                 failures[f"{type(error).__name__}: {error}"[:200]] += 1
 
@@ -270,17 +272,17 @@ def threads(*names: str) -> None:
 
 
 def loads(name: str) -> None:
-    """Two loads of one bundle compute the same bits."""
-    known, found = np.load(WORK / "tiny" / f"{name}.npz"), []
+    """Check that two loads of one bundle compute the same bits."""
+    known, logits = np.load(WORK / "tiny" / f"{name}.npz"), []
     for fast in "0011":
         with open_model(name, fast=fast) as model:
-            found.append(replay(model.runner, known["ids"].tolist(), len(known["logits"])))
-    compare(two_loads=distance(found[1], found[0]), two_loads_fpa=distance(found[3], found[2]))
-    report(equal_bits=np.array_equal(*found[:2]), equal_bits_fpa=np.array_equal(*found[2:]))
+            logits.append(replay(model.runner, known["ids"].tolist(), len(known["logits"])))
+    compare(two_loads=distance(logits[1], logits[0]), two_loads_fpa=distance(logits[3], logits[2]))
+    report(equal_bits=np.array_equal(*logits[:2]), equal_bits_fpa=np.array_equal(*logits[2:]))
 
 
 def build() -> None:
-    """Build the tiny export with its gate, on the device where there is one."""
+    """Build the tiny export with its gate, on the device if there is one."""
     command = [sys.executable, "-m", "llmc.cli", "build", str(WORK / "export"), "-o", str(WORK / "built"), "--force"]
     ended = subprocess.run(
         [*command, "--target", TARGET, "--int8", "--max-context", "512"], capture_output=True, text=True

@@ -1,7 +1,7 @@
 """Remove other GPUs' machine code from a CUDA library, so that it packs small enough to be carried.
 
-The payloads of other architectures become zeros, which pack to nothing. Headers and sizes stay, so the file loads as
-before and runs on the kept architectures alone. For transport of openly licensed libraries; not for publishing.
+The payloads of other architectures become zeros, which compress to nothing. Headers and sizes stay, so the file loads
+as before but only runs on the kept architectures. For transport of openly licensed libraries; not for publishing.
 """
 
 import struct
@@ -12,11 +12,11 @@ MAGIC = 0xBA55ED50  # of a container of machine code ("fatbin")
 SECTIONS = (b".nv_fatbin", b"__nv_relfatbin")
 CONTAINER = struct.Struct("<IHHQ")  # magic, version, bytes of this header, bytes of the entries
 ENTRY = struct.Struct("<HHIQ")  # kind, version, bytes of this header, bytes of the payload
-ARCHITECTURE = 28  # where an entry's header has it, as 90
+ARCHITECTURE = 28  # its offset in an entry's header; 90 for example
 
 
 def trim(data: bytearray, keep: Collection[int]) -> dict[int, int]:
-    """Zero in place the payloads whose architecture is not in ``keep``; bytes of all payloads by architecture.
+    """Zero the payloads of architectures not in ``keep``, in place; return the bytes of all payloads by architecture.
 
     Raises ValueError: the library has no machine code of an architecture in ``keep``.
     """
@@ -32,14 +32,14 @@ def trim(data: bytearray, keep: Collection[int]) -> dict[int, int]:
 
 def list_payloads(data: bytearray) -> Iterator[tuple[int, int, int]]:
     """Offset, size and architecture of each payload of machine code."""
-    for place, end in list_sections(data):
-        while place + CONTAINER.size <= end:
-            magic, _, header, size = CONTAINER.unpack_from(data, place)
+    for offset, end in list_sections(data):
+        while offset + CONTAINER.size <= end:
+            magic, _, header, size = CONTAINER.unpack_from(data, offset)
             if magic != MAGIC:
-                place += 8
+                offset += 8
                 continue
-            entry, place = place + header, place + header + size
-            while entry + ENTRY.size <= place:
+            entry, offset = offset + header, offset + header + size
+            while entry + ENTRY.size <= offset:
                 _, _, header, size = ENTRY.unpack_from(data, entry)
                 if not header:  # padding
                     break

@@ -1,9 +1,9 @@
 """Write random weights for a bundle that is a graph without weights: speeds are meaningful, texts are not.
 
-    python weights.py BUNDLE...        # those whose weights are there are left alone
+    python weights.py BUNDLE...        # bundles that have their weights are skipped
 
-``weights.json`` in the bundle lists the tensors. Floats are normal, with the mean and the deviation of the real ones;
-codes of quantized weights are random bytes. Each tensor repeats one block of values, which takes no time to draw.
+``weights.json`` in the bundle lists the tensors. Floats are normal, with the mean and deviation of the real ones; codes
+of quantized weights are random bytes. Each tensor repeats one block of random values, which is fast.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 SPEC, WEIGHTS = "weights.json", "weights.bin"
-BLOCK = 1 << 24  # bytes that are drawn for a tensor, then repeated
+BLOCK = 1 << 24  # random bytes per tensor, which are repeated
 CODES = ("UINT8", "INT8", "UINT4", "INT4")
 
 
@@ -32,7 +32,7 @@ def random_values(tensor: dict[str, Any], count: int) -> bytes:
 
 
 def write_weights(bundle: Path) -> None:
-    """Write the file of a bundle's weights, under another name until it is whole."""
+    """Write the file of a bundle's weights, under another name until it is complete."""
     part = bundle / f"{WEIGHTS}.{os.getpid()}"
     spec = json.loads((bundle / SPEC).read_text(encoding="utf-8"))
     with part.open("wb") as file:

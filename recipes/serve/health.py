@@ -2,8 +2,8 @@
 
     python health.py [/ready]
 
-``PORT`` is its port (8000); ``PROBE_KEY`` a key, which /ready asks for. A service with a certificate is asked over TLS,
-without a look at the certificate, for it is this machine that answers.
+``PORT`` is the service's port (8000); ``PROBE_KEY`` a key, which /ready requires. A service with a certificate is
+queried over TLS without checking the certificate, since the address is this machine's.
 """
 
 import os
@@ -17,15 +17,15 @@ def ask(path: str) -> None:
     """Raise OSError or HTTPException unless the service answers 200, over plain HTTP or TLS."""
     unchecked = ssl.create_default_context()
     unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
-    place = f"127.0.0.1:{os.environ.get('PORT', '8000')}{path}"
+    address = f"127.0.0.1:{os.environ.get('PORT', '8000')}{path}"
     key = os.environ.get("PROBE_KEY", "").strip()  # a file's line end
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        urllib.request.urlopen(urllib.request.Request(f"http://{place}", headers=headers), timeout=2)
+        urllib.request.urlopen(urllib.request.Request(f"http://{address}", headers=headers), timeout=2)
     except urllib.error.HTTPError:
-        raise  # it answered
+        raise  # the service answered
     except (OSError, HTTPException):
-        request = urllib.request.Request(f"https://{place}", headers=headers)
+        request = urllib.request.Request(f"https://{address}", headers=headers)
         urllib.request.urlopen(request, timeout=2, context=unchecked)
 
 

@@ -1,7 +1,7 @@
 """Train a Qwen3-style model of 5.8 million parameters on the source of Python's standard library.
 
-The result is an ordinary Hugging Face checkpoint, small enough to commit, whose weights are real: quantization, caching
-and sampling can be tested on text that the model did not see.
+The result is an ordinary Hugging Face checkpoint, small enough to commit, with real weights: quantization, caching and
+sampling can be tested on text that the model did not see.
 """
 
 import argparse
@@ -32,10 +32,10 @@ from transformers import (
 HERE = Path(__file__).resolve().parent
 END, START_OF_TURN, END_OF_TURN = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
-# Tests, generated tables, and files that record how one machine built its Python.
+# Skipped: tests, generated tables, and files about one machine's build of Python.
 SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
-HELD_OUT = 20  # one file in so many is kept for validation
+HELD_OUT = 20  # one file in this many is kept for validation
 VALIDATION_TEXT_LENGTH = 80_000  # characters
 CALIBRATION_TEXT_LENGTH = 130_000  # characters
 LONGEST_CHOSEN_FILE = 16_000  # so that these texts mix several files
@@ -51,7 +51,7 @@ CHAT_TEMPLATE = (
 
 CONTEXT = 2048
 TOKENS_PER_STEP = 4096
-LENGTHS = (512,) * 7 + (CONTEXT,)  # by step, in turn: short is fast, some long steps teach the positions beyond
+LENGTHS = (512,) * 7 + (CONTEXT,)  # by step, in turn: mostly short for speed, sometimes the whole context
 LEARNING_RATE = 4e-3
 WARMUP = 0.06  # of all steps
 PROMPTS = ("import os\n", "class Foo(", "    for i in range(")
@@ -59,7 +59,7 @@ PROMPTS = ("import os\n", "class Foo(", "    for i in range(")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Source files by name, split by a hash of the name so that the split never depends on order."""
+    """Source files by name, split by a hash of the name, so that the split does not depend on order."""
 
     train: dict[str, str]
     validation: dict[str, str]
@@ -76,7 +76,7 @@ class Corpus:
         return cls(train, validation, digest.hexdigest())
 
     def texts(self) -> dict[str, dict[str, str]]:
-        """Choose whole files for the committed texts: held-out ones to judge on, others to calibrate with."""
+        """Choose whole files for the committed texts: held-out files for evaluation, others for calibration."""
         return {
             "validation": choose_files(self.validation, VALIDATION_TEXT_LENGTH),
             "calibration": choose_files(self.train, CALIBRATION_TEXT_LENGTH),
@@ -84,7 +84,7 @@ class Corpus:
 
 
 def choose_files(files: dict[str, str], length: int) -> dict[str, str]:
-    """Take whole files, none of them long, until they would exceed a length in characters."""
+    """Take whole short files until they would exceed a length in characters."""
     short = {name: files[name] for name in sorted(files, key=hash_of) if 0 < len(files[name]) <= LONGEST_CHOSEN_FILE}
     ends = accumulate(map(len, short.values()))
     return {name: short[name] for name, end in zip(short, ends, strict=True) if end <= length}
@@ -95,12 +95,12 @@ def is_wanted(path: Path) -> bool:
 
 
 def hash_of(name: str) -> int:
-    """Hash a file name alike in every process and on every machine."""
+    """A hash of a file name that is the same in every process and on every machine."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer that loses no byte of its input."""
+    """Train a byte-level BPE tokenizer that can encode any bytes."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -126,7 +126,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def model_config() -> Qwen3Config:
-    """Describe the model: a quarter of Qwen3-0.6B's width and a fifth of its depth."""
+    """The model's config: a quarter of Qwen3-0.6B's width and a fifth of its depth."""
     return Qwen3Config(
         vocab_size=4096,
         hidden_size=256,
@@ -145,19 +145,19 @@ def model_config() -> Qwen3Config:
 
 
 def token_stream(tokenizer: Any, texts: list[str]) -> Tensor:
-    """Join the documents' tokens, each followed by END: (tokens,)."""
+    """The documents' tokens, each followed by END: (tokens,)."""
     documents = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor([token for document in documents for token in (*document, tokenizer.eos_token_id)])
 
 
 def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of each token given those before it, for rows (B, S + 1)."""
+    """Mean cross-entropy in nats of each token given the earlier ones, for rows (B, S + 1)."""
     logits = model(input_ids=rows[:, :-1], use_cache=False).logits  # (B, S, V)
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
 
 
 def make_optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for the embedding and the norms, at one learning rate."""
+    """Muon for the layers' matrices, AdamW for the embedding and the norms, with one learning rate."""
     embedding = model.get_input_embeddings().weight
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     norms = [p for p in model.parameters() if p.ndim == 1]
@@ -227,7 +227,7 @@ def continuation(model: Any, tokenizer: Any, prompt: str) -> str:
 
 
 def report_on(checkpoint: Path, corpus: Corpus) -> dict[str, Any]:
-    """Measure the saved weights, in float32, on files that the training did not see."""
+    """Evaluate the saved weights, in float32, on the held-out files."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     chosen = corpus.texts()
@@ -248,7 +248,7 @@ def report_on(checkpoint: Path, corpus: Corpus) -> dict[str, Any]:
 
 
 def run(output: Path, steps: int, threads: int, seed: int) -> None:
-    """Train tokenizer and model, then write checkpoint/, training.json and the two texts into output."""
+    """Train tokenizer and model, then write checkpoint/, training.json and the two texts into ``output``."""
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
     corpus = Corpus.of_standard_library()

@@ -1,4 +1,4 @@
-"""Requests, their handles and results, and the options of an engine: the part that clients see."""
+"""Requests, their handles and results, and engine options: the types that clients use."""
 
 DRAFT_WORDS = ("auto", "lookup", "none")
-"""Values of ``draft`` that are no folder."""
+"""Values of ``draft`` that are not folders."""

@@ -1,4 +1,4 @@
-"""Conversations as clients see them: messages with reasoning and tool calls, whole and as they come."""
+"""Chat messages for clients, with reasoning and tool calls: complete, or as they come."""
 
 import secrets
 import string
@@ -20,7 +20,7 @@ _ID_LENGTH = 9
 @dataclass(frozen=True)
 class MessageDelta:
     """The part of message number ``index`` that became certain with ``token_ids``; content, reasoning and calls may all
-    be empty, and ``logprobs`` are there where the request asked for them."""
+    be empty; ``logprobs`` are set if the request asked for them."""
 
     index: int
     content: str
@@ -40,7 +40,7 @@ class Message:
     finish_reason: Literal["stop", "length", "tool_calls"] = "stop"  # ``tool_calls`` if there are any
 
     def to_dict(self) -> dict[str, Any]:
-        """The message in OpenAI's form, to be appended to a conversation that goes on."""
+        """The message in OpenAI's format, to append to a conversation."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content or (None if self.tool_calls else "")}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
@@ -51,8 +51,8 @@ class Message:
 
 @dataclass(frozen=True)
 class ChatResult(GenerationResult):
-    """A finished answer: a message for each of ``outputs``, which hold the texts as the model wrote them, with
-    reasoning, calls and the marks around them. ``text`` is the content of the first message."""
+    """A finished answer: a message for each of ``outputs``, which hold the model's raw texts, including reasoning,
+    calls and their marks. ``text`` is the content of the first message."""
 
     messages: tuple[Message, ...] = ()
 
@@ -71,11 +71,11 @@ def new_id() -> str:
 
 
 class ChatHandle(Handle):
-    """A submitted conversation: a :class:`llmc.runtime.api.handle.Handle` that gives messages, too.
+    """A submitted conversation: a :class:`llmc.runtime.api.handle.Handle` that also yields messages.
 
-    Iterating gives the answer's content alone; ``deltas()`` gives content, reasoning and calls as they come;
-    ``result()`` waits for the whole. All pieces go to one reader at a time. ``parser``: makes the parser of an output,
-    given what makes its calls' ids.
+    Iterating yields only the answer's content; ``deltas()`` yields content, reasoning and calls as they come;
+    ``result()`` waits for the complete answer. Each piece goes to one reader only. ``parser`` makes the parser of an
+    output, given a function that returns call ids.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class ChatHandle(Handle):
         self._new_parser = parser
         self._parsers: dict[int, ChatParser] = {}
         self._parsed: dict[int, Parsed] = {}
-        self._ids: dict[tuple[int, int], str] = {}  # by output and call, the same ones for deltas and messages
+        self._ids: dict[tuple[int, int], str] = {}  # by output and call, shared by deltas and messages
         self._chat_result: ChatResult | None = None
 
     def deltas(self, timeout: float | None = None) -> Iterator[MessageDelta]:
-        """Every piece of every message, as it comes. Raises what :meth:`result` does, and TimeoutError after
+        """Every piece of every message, as it comes. Raises the errors of :meth:`result`, and TimeoutError after
         ``timeout`` seconds."""
         for delta in self.events(timeout):
             yield self._message_delta(delta)
@@ -126,7 +126,7 @@ class ChatHandle(Handle):
         return MessageDelta(index, parsed.content, parsed.reasoning, parsed.calls, delta.token_ids, delta.logprobs)
 
     def _last_deltas(self) -> Iterator[MessageDelta]:
-        """Pieces that were held until the end; there once."""
+        """Pieces held back until the end; yielded once."""
         result = self._collector.result
         cut = {output.index for output in result.outputs if output.finish_reason == "length"} if result else set()
         for index, parser in sorted(self._parsers.items()):

@@ -17,19 +17,19 @@ _SERVING = threading.local()
 
 
 def mark_serving() -> None:
-    """Mark this thread as serving requests: waiting for one on it would never end."""
+    """Mark this thread as serving requests: if it waited for one, it would wait forever."""
     _SERVING.on = True
 
 
 def is_serving() -> bool:
-    """True on a thread that was marked."""
+    """True on a marked thread."""
     return getattr(_SERVING, "on", False)
 
 
 class Waiter:
-    """A task's wait for news from other threads, again and again. Make it on the event loop that waits.
+    """Lets a task wait repeatedly for events of other threads. Create it on the event loop that waits.
 
-    News between two waits are remembered. A wait may end without any.
+    Events between two waits are remembered. A wait may end without an event.
     """
 
     def __init__(self) -> None:
@@ -37,8 +37,8 @@ class Waiter:
         self._news = asyncio.Event()
 
     def wake(self) -> None:
-        """Bring news; from any thread."""
-        with suppress(RuntimeError):  # the loop was closed, so no task waits any more
+        """Signal an event; from any thread."""
+        with suppress(RuntimeError):  # the loop was closed, so no task waits
             self._loop.call_soon_threadsafe(self._news.set)
 
     async def wait(self) -> None:
@@ -47,9 +47,9 @@ class Waiter:
 
 
 class OutputCollector:
-    """A request's output on its way from the engine's thread to its reader: pieces, then a result or an error.
+    """Carries a request's output from the engine's thread to its reader: pieces, then a result or an error.
 
-    In a process that was forked meanwhile nothing more comes: what had ended can be read, all else is refused.
+    In a forked process nothing more arrives: a finished output can be read, everything else is refused.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class OutputCollector:
     def _make_lock(self) -> None:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._over = threading.Condition(self._lock)  # apart, so that no piece wakes who waits for the end
+        self._over = threading.Condition(self._lock)  # separate, so that pieces do not wake waits for the end
 
     @property
     def ended(self) -> bool:
@@ -80,7 +80,7 @@ class OutputCollector:
                 reader.wake()
 
     def end(self, result: GenerationResult | None, error: BaseException | None = None) -> None:
-        """Close with a result or an error; the first one counts."""
+        """Close with a result or an error; only the first call counts."""
         with self._lock:
             if not self.ended:
                 self.result, self.error = result, error
@@ -90,7 +90,7 @@ class OutputCollector:
                     waiter.wake()
 
     def take(self, timeout: float | None = None) -> Delta | None:
-        """The next piece, waited for; None at the end. TimeoutError if nothing came within ``timeout`` seconds."""
+        """Wait for the next piece; None at the end. Raises TimeoutError after ``timeout`` seconds without one."""
         self.refuse_forked()
         with self._lock:
             self._taking += 1
@@ -102,13 +102,13 @@ class OutputCollector:
             return self._deltas.popleft() if self._deltas else None
 
     def poll(self) -> Delta | None:
-        """The next piece if there is one."""
+        """The next piece if there is one, without waiting."""
         self.refuse_forked()
         with self._lock:
             return self._deltas.popleft() if self._deltas else None
 
     def wait(self, timeout: float | None) -> None:
-        """Wait for the end. TimeoutError if it did not come within ``timeout`` seconds."""
+        """Wait for the end. Raises TimeoutError after ``timeout`` seconds."""
         self.refuse_forked()
         with self._lock:
             if not self._wait(self._over, lambda: self.ended, timeout):
@@ -116,7 +116,7 @@ class OutputCollector:
 
     @contextmanager
     def wait_for_pieces(self, pieces: bool) -> Iterator[Waiter]:
-        """A wait of the running event loop's task while the block runs: for the end, or for ``pieces`` too."""
+        """A waiter for the running event loop's task while the block runs: for the end, or for ``pieces``, too."""
         self.refuse_forked()
         waiter, waiters = Waiter(), self._readers if pieces else self._waiters
         with self._lock:
@@ -128,8 +128,8 @@ class OutputCollector:
                 waiters.remove(waiter)
 
     def refuse_forked(self) -> None:
-        """Raise EngineClosedError in a forked process, before a lock is taken whose thread is not here; fine after the
-        end."""
+        """Raise EngineClosedError in a forked process, before a lock is taken whose owner is not here; do nothing after
+        the end."""
         if os.getpid() == self._pid:
             return
         if not self.ended:
@@ -143,7 +143,7 @@ class OutputCollector:
         if is_serving() and not holds():
             raise UsageError(
                 "request",
-                "is waited for by a function that came with a request, on the thread that computes it",
+                "is waited for by a function of a request, on the thread that computes requests",
                 "wait in another thread",
             )
         endless = timeout is not None and timeout > threading.TIMEOUT_MAX
@@ -151,12 +151,12 @@ class OutputCollector:
 
 
 class Handle:
-    """A submitted request. Any thread may use it; reading it in several threads deals the pieces out among them.
+    """A submitted request. Any thread may use it; several readers share its pieces among them.
 
-    Iterating gives text as it becomes final; ``events()`` gives every piece of every output; ``result()`` waits for the
-    whole. All three exist for ``async for`` and ``await`` too. Whoever drops the handle before the end cancels the
-    request, unless it has an ``on_delta``. In a forked process what had ended can be read; everything else is refused
-    with an EngineClosedError.
+    Iterating yields text as it becomes final; ``events()`` yields every piece of every output; ``result()`` waits for
+    the end. All three also work with ``async for`` and ``await``. Dropping the handle before the end cancels the
+    request, unless it has an ``on_delta``. In a forked process a finished request can be read; everything else raises
+    EngineClosedError.
     """
 
     def __init__(self, collector: OutputCollector, cancel: Callable[[], None], outputs: int, keep: bool) -> None:
@@ -164,19 +164,19 @@ class Handle:
         self._cancel = cancel
         self._cancelled = False
         self.owner: object = None
-        """The model, which must live as long as someone reads."""
+        """The model, which must live while a reader reads."""
         self.prompt_tokens = 0
         """Tokens of the prompt as fed, after any truncation; the engine fills it in."""
         self.most_tokens = 0
-        """Tokens of the prompt and of all outputs at most; the engine fills it in."""
+        """Most tokens of the prompt and of all outputs; the engine fills it in."""
         self.generated: Callable[[], int] = int
-        """Tells how many tokens there are of all outputs so far; the engine fills it in."""
+        """Returns the number of tokens of all outputs so far; the engine fills it in."""
         self.is_waiting: Callable[[], bool] = bool
-        """Tells if its turn has not come yet; the engine fills it in."""
+        """Returns True while the request is queued; the engine fills it in."""
         self.outputs = outputs
         """Number of outputs that the request asked for."""
         self.token_ids: list[int] = []
-        """Tokens of the first output that were read so far."""
+        """Tokens of the first output that have been read."""
         self._finalizer = None if keep else weakref.finalize(self, cancel)
         if self._finalizer is not None:
             self._finalizer.atexit = False
@@ -187,8 +187,8 @@ class Handle:
         return self._collector.ended
 
     def cancel(self) -> bool:
-        """Stop the request; its cache row is free after the engine's present step. False if it had ended already.
-        Raises EngineClosedError: the engine stayed in the process that this one was forked from."""
+        """Stop the request; its cache row is free after the engine's current step. False if it had already ended.
+        Raises EngineClosedError: this process was forked, and the engine stayed in the parent."""
         if self._cancelled or self._collector.ended:
             return False
         self._collector.refuse_forked()
@@ -203,7 +203,7 @@ class Handle:
 
         Raises:
             CancelledError, DeadlineError, EngineClosedError, ProcessorError, GrammarError: why the request failed.
-            TimeoutError: it takes longer than ``timeout`` seconds; it goes on.
+            TimeoutError: it takes longer than ``timeout`` seconds; the request goes on.
         """
         self._collector.wait(timeout)
         return self._get_result()
@@ -212,7 +212,7 @@ class Handle:
         """Every piece of every output, as it comes.
 
         Raises:
-            what :meth:`result` raises; TimeoutError if a piece takes longer than ``timeout`` seconds.
+            the errors of :meth:`result`; TimeoutError if a piece takes longer than ``timeout`` seconds.
         """
         while (delta := self._collector.take(timeout)) is not None:
             yield self._note_delta(delta)
@@ -234,7 +234,7 @@ class Handle:
     async def events_async(self) -> AsyncIterator[Delta]:
         with self._collector.wait_for_pieces(pieces=True) as waiter:
             while True:
-                ended = self._collector.ended  # asked first, for nothing is put in after the end
+                ended = self._collector.ended  # read it first: nothing is added after the end
                 while (delta := self._collector.poll()) is not None:
                     yield self._note_delta(delta)
                 if ended:
@@ -274,11 +274,11 @@ class Handle:
         return delta
 
     def _text(self, delta: Delta) -> str:
-        """The text that iterating gives of a piece."""
+        """The text that iterating yields for a piece."""
         return delta.text
 
     def _last_text(self) -> str:
-        """The text that iterating gives after the last piece."""
+        """The text that iterating yields after the last piece."""
         return ""
 
     def _single(self) -> None:
@@ -288,10 +288,10 @@ class Handle:
             )
 
     def _get_result(self) -> GenerationResult:
-        if self._finalizer is not None:  # it holds the request, whose error's traceback holds this handle
+        if self._finalizer is not None:  # it references the request, whose error's traceback references this handle
             self._finalizer.detach()
         error = self._collector.error
-        if error is not None:  # a copy each time: tracebacks of many readers would pile up in one
+        if error is not None:  # a copy each time: otherwise tracebacks of many readers would pile up
             raise copy.copy(error) from error.__cause__
         assert self._collector.result is not None
         return self._collector.result

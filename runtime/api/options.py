@@ -11,14 +11,14 @@ from llmc.errors import UsageError
 from llmc.runtime.sampling.ranges import Range, integer, one_of, optional
 from llmc.runtime.tools.formats import FORMATS
 
-# Decode steps between two chunks of one prompt while others stream. One step in 29 is slow then, so that the 95th
-# percentile of the time between tokens does not see the chunks; a smaller share of larger chunks also feeds the prompt
-# faster than many small ones, for a chunk of one token costs almost as much as one of 32.
+# Decode steps between two chunks of one prompt while other requests stream. One step in 29 is slow then, so the 95th
+# percentile of the time between tokens does not include the chunks; few large chunks also feed the prompt faster than
+# many small ones, since a chunk of one token costs almost as much as one of 32.
 DECODE_STEPS_PER_CHUNK = 28
 
 
 class Determinism(str, Enum):
-    """A promise of what a request's tokens depend on, beside its prompt, its parameters and its seed.
+    """What a request's tokens may depend on, besides its prompt, its parameters and its seed.
 
     FAST: on the requests that share its batches, on prefixes cached while tokens were generated, and on speculation. A
         request alone, without speculation, gives the same tokens every time. The fastest kernels run.
@@ -89,7 +89,7 @@ _RANGES = {
 
 
 def check_level(manifest: Manifest, level: Determinism) -> None:
-    """Refuse a level of determinism that the bundle's arithmetic was not seen to keep, when it was built."""
+    """Refuse a level of determinism that the bundle's arithmetic did not keep when it was built."""
     if level is Determinism.FAST or any(kind.whole_texts for kind in kinds_of(manifest.geometry)):
         return
     decode = manifest.graphs["decode"].invariance
@@ -103,22 +103,22 @@ def check_level(manifest: Manifest, level: Determinism) -> None:
     if missing and manifest.geometry.mixtures and decode == Invariance():
         raise UsageError(
             "determinism",
-            f"is {level.value!r}, but this model has experts, which multiply the rows of a call that "
-            "chose them together and round them by their number",
+            f"is {level.value!r}, but this model has experts: the rows of a call that choose the same expert are "
+            "multiplied together, and rounded by their number",
             "use determinism 'fast'",
         )
     if missing:
         raise UsageError(
             "determinism",
-            f"is {level.value!r}, but the build saw results depend on the number of {', '.join(missing)}",
+            f"is {level.value!r}, but in the build results depended on the number of {', '.join(missing)}",
             "build the bundle on this kind of machine, or with --fp32, or use determinism 'fast'",
         )
 
 
 def check_adapters(manifest: Manifest, level: Determinism) -> None:
-    """Refuse adapters at a level of determinism that the build did not see their graph keep."""
+    """Refuse adapters at a level of determinism that their graph did not keep in the build."""
     graph, rows = manifest.adapter_graph, manifest.graphs["decode"].invariance.rows
-    if graph is None:  # then there is room for none
+    if graph is None:  # the bundle has no room for adapters
         return
     seen = graph.invariance
     if level is Determinism.BATCH:
@@ -128,13 +128,13 @@ def check_adapters(manifest: Manifest, level: Determinism) -> None:
     if not kept:
         raise UsageError(
             "determinism",
-            f"is {level.value!r}, which the build did not see calls with adapters keep",
+            f"is {level.value!r}, which calls with adapters did not keep in the build",
             "use 'fast', or merge the adapter at export",
         )
 
 
 def row_limit(manifest: Manifest, options: EngineOptions) -> int:
-    """Rows that may run at once, even where rows run in pairs; UsageError for more than the bundle was built for."""
+    """Rows that may run at once, also if rows run in pairs; UsageError for more than the bundle was built for."""
     check_level(manifest, options.determinism)
     most = manifest.limits.max_batch
     rows = most if options.max_batch is None else options.max_batch

@@ -1,4 +1,4 @@
-"""Requests as clients make them."""
+"""Requests."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +13,13 @@ from llmc.runtime.vision.rows import ImageRows
 LONGEST_DEADLINE = 10**9  # seconds
 LONGEST_SCOPE = 256  # characters
 MOST_PRIORITY = 1000
-# Ends an output: called with its new tokens and the text so far after every token; true means stop.
+# Ends an output: called with its new tokens and the text so far after every token; True stops.
 StoppingCriterion = Callable[[Sequence[int], str], bool]
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and everything about how to answer it."""
+    """A prompt and how to answer it."""
 
     prompt: str | Sequence[int]  # text, or token ids, which are taken as they are
     params: SamplingParams = field(default_factory=SamplingParams)  # how tokens are chosen, and when to stop

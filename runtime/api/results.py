@@ -26,7 +26,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Wall-clock seconds of a request, and the tokens that they were spent on."""
+    """Wall-clock seconds of a request, and the number of tokens they were spent on."""
 
     ttft_s: float  # from the request to the first token (time to first token), waiting included
     decode_s: float  # from the first token to the last
@@ -76,8 +76,8 @@ class Output:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """A finished request. ``text``, ``token_ids``, ``finish_reason``, ``stop_reason`` and ``seed`` are those of its
-    first output."""
+    """A finished request. ``text``, ``token_ids``, ``finish_reason``, ``stop_reason`` and ``seed`` are the first
+    output's."""
 
     outputs: tuple[Output, ...]  # as many as asked for; ranked ones best first
     usage: Usage

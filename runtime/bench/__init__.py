@@ -1,1 +1,1 @@
-"""Speed on a machine, alone and under load, and the diagnosis of a machine."""
+"""Measure speed on a machine, for one request and under load."""

@@ -1,4 +1,4 @@
-"""Speed of a bundle on this machine for one request at a time, with what it takes to judge the figures."""
+"""Speed of a bundle on this machine for one request at a time, with the machine's limits for comparison."""
 
 import logging
 import platform
@@ -25,23 +25,13 @@ from llmc.runtime.sampling.params import SamplingParams
 
 log = logging.getLogger(__name__)
 
-BYTES_PER_THREAD = 256 << 20  # far beyond any cache
+BYTES_PER_THREAD = 256 << 20  # much larger than any cache
 PASSES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkReport:
-    """Seconds unless named otherwise; p50 and p95 over ``repeats`` prompts (TTFT) or all decode steps (TPOT).
-
-    Attributes:
-        decode_tokens_per_s: all decode steps over their time; slow ones count.
-        weight_bytes_per_token: weights that one decode step reads.
-        read_bandwidth: bytes per second that this machine read from memory in this run: a plain loop on all threads, or
-            the decode steps themselves where they were faster. None for a bundle that runs on a GPU.
-        copy_bandwidth: bytes per second that the GPU read and wrote while it copied within its memory. None for a
-            bundle that runs on the CPU, and where too little of the GPU's memory was free.
-        roofline_fraction: share of the bandwidth that is given which the median decode step reached.
-    """
+    """Seconds unless named otherwise; p50 and p95 over ``repeats`` prompts (TTFT) or all decode steps (TPOT)."""
 
     bundle: str
     model: str
@@ -61,19 +51,23 @@ class BenchmarkReport:
     tpot_p50_s: float
     tpot_p95_s: float
     prefill_tokens_per_s: float
-    decode_tokens_per_s: float
+    decode_tokens_per_s: float  # decode steps per second over the whole run, slow steps included
     rss_after_load_bytes: int
     rss_peak_bytes: int
-    weight_bytes_per_token: int
+    weight_bytes_per_token: int  # bytes of weights that one decode step reads
+    # bytes per second read from memory in this run: by a plain loop on all threads, or by the decode steps if they were
+    # faster. None for a bundle on a GPU.
     read_bandwidth: float | None = None
+    # bytes per second that the GPU read and wrote while copying within its memory. None for a bundle on the CPU, or if
+    # too little GPU memory was free.
     copy_bandwidth: float | None = None
-    roofline_fraction: float | None
+    roofline_fraction: float | None  # the median decode step's bandwidth as a fraction of the bandwidth above
 
 
 def benchmark(
     bundle: str | Path, *, prompt_length: int = 128, new_tokens: int = 64, repeats: int = 3, threads: int | None = None
 ) -> BenchmarkReport:
-    """Load the bundle and time the engine's greedy answers to prompts of arbitrary tokens, one after the other.
+    """Load the bundle and time greedy answers to random prompts, one after the other.
     Raises UsageError: a length is out of range; BundleError, ResourceError: the bundle cannot be loaded."""
     folder = Path(bundle)
     manifest = read_bundle(folder)
@@ -89,7 +83,7 @@ def benchmark(
     with load(folder, threads=threads, self_test=False) as model:
         load_s = time.perf_counter() - start
         rss = resident_bytes()[0]
-        _time_request(model, prompt_length, 2, 0)  # the first calls allocate; they are not counted
+        _time_request(model, prompt_length, 2, 0)  # warm-up: the first calls allocate
         settle()
         runs = [_time_request(model, prompt_length, new_tokens, index + 1) for index in range(repeats)]
         peak = resident_bytes()[1]  # before the bandwidth loop takes its own buffers
@@ -133,13 +127,13 @@ def benchmark(
 
 @dataclass
 class Clock:
-    """When a request was made and when each of its tokens came; seconds of ``time.monotonic``."""
+    """When a request was made and when each of its tokens came, in seconds of ``time.monotonic``."""
 
     made: float = field(default_factory=time.monotonic)
     tokens: list[float] = field(default_factory=list)
 
     def note(self, delta: Delta) -> None:
-        """Tokens came; called on the engine's thread."""
+        """Record the time of new tokens; called on the engine's thread."""
         self.tokens += [time.monotonic()] * len(delta.token_ids)
 
 
@@ -152,7 +146,7 @@ def _time_request(model: Generator, prompt_length: int, new_tokens: int, index: 
 
 
 def draw_prompt(vocab_size: int, length: int, seed: int, index: int) -> list[int]:
-    """Draw tokens evenly, so that no two prompts share a prefix worth caching."""
+    """Draw tokens uniformly, so that prompts share no prefix worth caching."""
     tokens: list[int] = np.random.default_rng([seed, 1, index]).integers(0, vocab_size, length).tolist()
     return tokens
 
@@ -162,15 +156,15 @@ def copy_bandwidth() -> float | None:
     try:
         with closing(open_driver()) as driver:
             return driver.copy_bandwidth()
-    except LlmcError as error:  # what was timed before is not lost for it
+    except LlmcError as error:  # keep the results measured so far
         log.warning("the GPU's copy bandwidth was not measured: %s", error)
         return None
 
 
 def read_bandwidth(threads: int) -> float:
-    """Bytes per second of the best of several passes in which every thread reads its own 256 MiB once.
+    """Bytes per second of the fastest of several passes in which every thread reads its own 256 MiB once.
 
-    Where memory is short the pieces are smaller, so that all together take at most a quarter of what is free.
+    If memory is short, the buffers are smaller: together at most a quarter of the free memory.
     """
     size = min(BYTES_PER_THREAD, available_memory() // (4 * threads))
     arrays = [np.ones(size // 8, np.int64) for _ in range(threads)]

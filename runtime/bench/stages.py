@@ -1,4 +1,4 @@
-"""Memory of the stages ahead, compared with what there is; planning a bundle needs no more than a device has."""
+"""Compare the memory that later steps of a build need with the memory of a machine; planning needs little memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,20 +20,20 @@ from llmc.runtime.kv.budget import (
     what_fits,
 )
 
-# torch, its graph exporter and onnxscript once imported, and what a layer's nodes take; weights are never read.
+# torch, its graph exporter and onnxscript after import, and the nodes of a layer; weights are never read.
 EXPORTER, EXPORTED_LAYER = 380_000_000, 3_000_000
-# The tokenizers library keeps vocabulary and merges in hash maps: 10 ... 16 bytes for each of tokenizer.json's, most in
+# The tokenizers library keeps vocabulary and merges in hash maps: 10 to 16 bytes per byte of tokenizer.json, most for
 # files without indentation.
 TOKENIZER_FACTOR = 13
 EXPORT = "export"
-ONE_MEMORY = "run in one memory"  # the stage that stands for both of a run where CPU and GPU share their memory
-LARGER_MACHINE = "free memory or export on a larger machine"  # no precision makes the exporter smaller
-LARGEST_BATCH = 1024  # that a build can be asked for
+ONE_MEMORY = "run in one memory"  # stands for both runs if CPU and GPU share their memory
+LARGER_MACHINE = "free memory or export on a larger machine"  # a lower precision does not help the exporter
+LARGEST_BATCH = 1024  # the largest that a build accepts
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A plan and its verdict; None if the available memory is unknown."""
+    """A memory plan and its verdict; None if the available memory is unknown."""
 
     plan: MemoryEstimate
     verdict: Verdict | None
@@ -41,39 +41,39 @@ class Stage:
 
 @dataclass(frozen=True)
 class Memories:
-    """The machine's memory and the GPU's, None where no GPU can be asked; ``unified`` where both are the same bytes."""
+    """The machine's memory and the GPU's (None if no GPU can be queried); ``unified`` if both are the same memory."""
 
     machine: Available
     gpu: Available | None
     unified: bool
 
     def stage(self, plan: MemoryEstimate) -> Stage:
-        """Compare a plan with the memory that it is for; without a verdict for a GPU that cannot be asked."""
+        """Compare a plan with its memory; without a verdict if the GPU cannot be queried."""
         memory = self.gpu if plan.stage == GPU else self.machine
         return Stage(plan, None if memory is None else plan.verdict(plan.box or memory.bytes))
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """The stages that lie ahead of a folder, in their order, and the memory there is; ``on_gpu`` of a run on a GPU."""
+    """The steps that remain for a folder, in order, and the memory; ``on_gpu`` if the run is on a GPU."""
 
     stages: tuple[Stage, ...]
     memories: Memories
     on_gpu: bool
 
 
-def hold(plans: list[MemoryEstimate], found: Memories, on_gpu: bool) -> Ahead:
-    """Compare plans with the memory there is; the last two are one where CPU and GPU share it."""
-    if found.unified:
+def hold(plans: list[MemoryEstimate], memories: Memories, on_gpu: bool) -> Ahead:
+    """Compare plans with the memory; the last two are combined if CPU and GPU share it."""
+    if memories.unified:
         plans = [*plans[:-2], in_one_memory(*plans[-2:])]
-    return Ahead(tuple(found.stage(plan) for plan in plans), found, on_gpu)
+    return Ahead(tuple(memories.stage(plan) for plan in plans), memories, on_gpu)
 
 
 def export_plan(geometry: Geometry, tokenizer_bytes: int, copied: int = 0) -> MemoryEstimate:
-    """Exporting with fake tensors: libraries, graph and tokenizer, whatever the weights weigh.
+    """Memory to export with fake tensors: libraries, graph and tokenizer, independent of the weights' size.
 
     Args:
-        tokenizer_bytes: of tokenizer.json, which is read to try it.
+        tokenizer_bytes: size of tokenizer.json, which is read to try it.
         copied: bytes of weights that are converted and written.
     """
     tokenizer, writes = TOKENIZER_FACTOR * tokenizer_bytes, tokenizer_bytes + copied
@@ -84,7 +84,8 @@ def export_plan(geometry: Geometry, tokenizer_bytes: int, copied: int = 0) -> Me
 
 
 def plan_bundle(manifest: Manifest, context: int | None, batch: int) -> list[MemoryEstimate]:
-    """Running a bundle, on the machine and on its GPU. Raises UsageError: context or batch is beyond the bundle's."""
+    """Memory to run a bundle, on the machine and on its GPU. Raises UsageError: context or batch exceeds the
+    bundle's."""
     limits = manifest.limits
     for name, value, most in (("max_context", context, limits.max_context), ("max_batch", batch, limits.max_batch)):
         if value is not None and value > most:
@@ -100,17 +101,19 @@ def plan_bundle(manifest: Manifest, context: int | None, batch: int) -> list[Mem
 
 
 def find_memories(on_gpu: bool, memory: int | None, gpu_memory: int | None, unified: bool | None) -> Memories:
-    """The memory to plan for: bytes that are given, or else what the machine or the cgroup leaves.
+    """The memory to plan for: the given bytes, or else what the machine or the cgroup has free.
 
-    The first GPU tells if it shares the machine's memory, unless ``unified`` does, or ``gpu_memory`` is of another one.
-    Free in one memory is what its driver or the system calls free, whichever is more.
+    The first GPU determines whether it shares the machine's memory, unless ``unified`` is given or ``gpu_memory`` is
+    for another GPU. The free part of a shared memory is the larger of the driver's and the system's value.
 
     Raises:
-        UsageError: a GPU's memory without a GPU, or two sizes of one memory.
+        UsageError: a GPU's memory without a GPU, or two sizes for one memory.
     """
     if not on_gpu and (gpu_memory is not None or unified is not None):
-        given = "gpu_memory" if gpu_memory is not None else "unified"
-        raise UsageError(given, "is for a GPU, and none is planned for", "leave it out, or give a --target with a GPU")
+        argument = "gpu_memory" if gpu_memory is not None else "unified"
+        raise UsageError(
+            argument, "is for a GPU, and none is planned for", "leave it out, or give a --target with a GPU"
+        )
     here = memory_here() if memory is None else Available(memory, "--memory")
     if not on_gpu:
         return Memories(here, None, False)
@@ -128,7 +131,7 @@ def find_memories(on_gpu: bool, memory: int | None, gpu_memory: int | None, unif
 
 
 def _first_gpu() -> tuple[Available | None, bool]:
-    """Its free memory, None where it cannot be asked; true if that is the machine's."""
+    """The first GPU's free memory (None if it cannot be queried); True if it is the machine's memory."""
     gpu = next(iter(probe.probe_driver().devices), None)
     if gpu is None:
         return None, False
@@ -136,7 +139,7 @@ def _first_gpu() -> tuple[Available | None, bool]:
 
 
 def in_one_memory(host: MemoryEstimate, device: MemoryEstimate) -> MemoryEstimate:
-    """Running a bundle whose GPU uses the machine's own memory: what both plans take, together."""
+    """Memory to run a bundle whose GPU uses the machine's memory: the sum of both plans."""
     assert device.stage == GPU
     parts = {name: size for name, size in host.parts.items() if size}
     parts |= {f"GPU {name}": size for name, size in device.parts.items()}
@@ -148,7 +151,7 @@ def in_one_memory(host: MemoryEstimate, device: MemoryEstimate) -> MemoryEstimat
 
 
 def refusal(stages: Sequence[Stage]) -> str:
-    """A sentence that says what is missing, and one that says what can be done; empty where nothing is missing."""
+    """A sentence about the missing memory, and one with advice; empty if nothing is missing."""
     lacks, advice = [], dict[str, list[str]]()
     for stage in stages:
         plan, verdict = stage.plan, stage.verdict
@@ -156,7 +159,9 @@ def refusal(stages: Sequence[Stage]) -> str:
             continue
         needed, missing = -(-plan.total // MB), -(-verdict.missing // MB)
         lacks.append(f"to {plan.stage} it needs {needed} MB, {missing} MB are missing")
-        what = LARGER_MACHINE if plan.stage == EXPORT else what_fits(plan, verdict)
-        advice.setdefault(what, []).append(f"to {plan.stage}")
-    each = [f" {' and '.join(names)}: {what}" if len(advice) > 1 else f": {what}" for what, names in advice.items()]
+        remedy = LARGER_MACHINE if plan.stage == EXPORT else what_fits(plan, verdict)
+        advice.setdefault(remedy, []).append(f"to {plan.stage}")
+    each = [
+        f" {' and '.join(names)}: {remedy}" if len(advice) > 1 else f": {remedy}" for remedy, names in advice.items()
+    ]
     return f"{'; '.join(lacks)}. Advice{';'.join(each)}" if lacks else ""

@@ -1,1 +1,1 @@
-"""A diagnosis of the machine: what each target would do on it, and whether a bundle runs here."""
+"""Diagnose the machine: which targets can run and build here, and whether a bundle runs here."""

@@ -1,7 +1,6 @@
-"""Engines, builders and bundles, opened as a session opens them; each in a process of its own, which may crash or hang.
+"""Open engines, builders and bundles as a session would; each in a separate process, which may crash or hang.
 
-Each returns words on what is there. What is missing, and what to do, is the sentence of the error that a load would
-raise.
+Each function returns a description of what it opened. A problem, with advice, is the error that loading would raise.
 """
 
 from collections.abc import Callable
@@ -18,11 +17,11 @@ from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
 from llmc.runtime.sessions.onnxruntime.cuda_provider import check_provider, open_graph
 from llmc.runtime.sessions.tensorrt.library import lists_gpu, load_library, make_object
 
-# The oldest ONNX Runtime that runs bundles of a target, and that runs the exported graph, which a build is judged by.
+# The oldest ONNX Runtime that runs bundles of a target, and that runs the exported graph to check a build.
 MINIMUM = {"cpu": "1.23", "cuda": "1.31.1"}
 JUDGE_MINIMUM = "1.28"
 BUILD_PACKAGES = ("onnx", "onnx_ir", "ml_dtypes")
-# ONNX: y = Identity(x), opset 13, float32 [1]. A provider shows whether it can be loaded when it gets a graph.
+# ONNX: y = Identity(x), opset 13, float32 [1]. A provider is only loaded when it gets a graph.
 IDENTITY = bytes.fromhex(
     "08073a390a120a017812017922084964656e746974793a001201675a0f0a0178120a0a08080112040a02080162"
     "0f0a0179120a0a08080112040a02080142040a00100d"
@@ -56,10 +55,10 @@ def make_builder(target: str) -> str:
 
 
 def find_lowering() -> str:
-    """All that a build takes beside an engine's builder."""
-    found = [require(module, "build") for module in BUILD_PACKAGES]
+    """The packages that a build needs besides an engine's builder."""
+    packages = [require(module, "build") for module in BUILD_PACKAGES]
     judge = import_onnxruntime(JUDGE_MINIMUM)
-    return ", ".join(f"{each.__name__} {each.__version__}" for each in (*found, judge))
+    return ", ".join(f"{each.__name__} {each.__version__}" for each in (*packages, judge))
 
 
 def load_bundle(folder: str) -> str:

@@ -1,7 +1,7 @@
-"""A machine's diagnosis: what each target would do on it, and whether a bundle runs here. All of it is tried.
+"""Diagnose a machine by trying: which targets can run and build here, and whether a bundle runs here.
 
-A broken driver or library can end the process that touches it, or hold it for ever. So each attempt is made by a
-process of its own (:mod:`llmc.runtime.diagnose.attempts`), and what becomes of that process is a finding.
+A broken driver or library can crash the process that uses it, or hang it. So each attempt runs in a separate process
+(:mod:`llmc.runtime.diagnose.attempts`), and a crash or a hang is a result, too.
 """
 
 import importlib.metadata
@@ -20,7 +20,7 @@ from llmc.runtime.host.probe import TIMEOUT_S, Driver, probe_driver
 
 TARGETS = ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
 BUILDERS = {"tensorrt": "tensorrt builder", "tensorrt-rtx": "tensorrt-rtx builder"}
-LOAD_S = 600.0  # for a bundle, whose weights may come from a slow disk
+LOAD_S = 600.0  # for a bundle, whose weights may be on a slow disk
 PACKAGES = (
     *("numpy", "tokenizers", "onnxruntime", "onnxruntime-gpu", "cuda-bindings", "tensorrt", "tensorrt-rtx"),
     *("onnx", "onnx-ir", "ml_dtypes", "torch", "safetensors"),
@@ -30,15 +30,15 @@ RELEASE = Path("/etc/nv_tegra_release")
 
 @dataclass(frozen=True)
 class Attempt:
-    """An outcome: ``said`` is what is there, or where it does not work, why, and what to do."""
+    """An outcome: ``message`` describes what was opened, or the problem with advice."""
 
     works: bool
-    said: str
+    message: str
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """One target: whether its bundles run here, and can be built here; ``defers``: they can without their engines."""
+    """One target: whether its bundles run and can be built here; ``defers``: building works without its engine."""
 
     run: Attempt
     build: Attempt
@@ -55,7 +55,7 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Machine:
-    """Processor and memory, as far as this process may use them."""
+    """Processor and memory that this process may use."""
 
     cpu: str
     threads: int
@@ -64,7 +64,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that is to be said of a machine; ``jetson`` is the release of Jetson Linux, empty on any other machine."""
+    """The diagnosis of a machine; ``jetson`` is the release of Jetson Linux, empty on any other machine."""
 
     platform: str
     python: str
@@ -81,10 +81,10 @@ def this_machine() -> Machine:
 
 
 def diagnose(bundle: Path | None = None) -> Diagnosis:
-    """Try each target, and to load ``bundle`` if there is one; takes some seconds."""
-    driver = probe_driver()  # first, and alone: libraries take memory of the GPU while they are tried
+    """Try each target, and load ``bundle`` if given; takes some seconds."""
+    driver = probe_driver()  # first, on its own: libraries take GPU memory while they are tried
     names = ("lowering", *TARGETS, *BUILDERS.values())
-    found = try_apart({name: command("llmc.runtime.diagnose.attempts:attempt", name) for name in names}, TIMEOUT_S)
+    attempts = try_apart({name: command("llmc.runtime.diagnose.attempts:attempt", name) for name in names}, TIMEOUT_S)
     return Diagnosis(
         f"{sys.platform}-{platform.machine()}",
         platform.python_version(),
@@ -92,13 +92,13 @@ def diagnose(bundle: Path | None = None) -> Diagnosis:
         read_release(RELEASE),
         driver,
         dict(_list_packages()),
-        {target: judge_target(target, found) for target in TARGETS},
+        {target: judge_target(target, attempts) for target in TARGETS},
         None if bundle is None else judge_bundle(bundle),
     )
 
 
 def try_apart(commands: Mapping[str, Sequence[str]], seconds: float) -> dict[str, Attempt]:
-    """The outcome of each attempt, all made at the same time; an end of its process is a reason, too."""
+    """The outcome of each attempt, all at the same time; an attempt fails if its process ends."""
     return {name: _judge(answer) for name, answer in run_apart(commands, seconds).items()}
 
 
@@ -129,8 +129,8 @@ def read_release(path: Path) -> str:
 
 
 def _list_packages() -> list[tuple[str, str]]:
-    found = []
+    packages = []
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found.append((name, importlib.metadata.version(name)))
-    return found
+            packages.append((name, importlib.metadata.version(name)))
+    return packages

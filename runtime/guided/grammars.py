@@ -1,4 +1,4 @@
-"""Requests' grammars: read, checked, compiled, and the last ones kept."""
+"""The grammars of requests: read, check, compile and cache them."""
 
 import json
 import re
@@ -20,22 +20,22 @@ from llmc.runtime.text.tokenizer import Tokenizer
 
 # Characters at most.
 _LONGEST = {"json_schema": 256 * 1024, "regex": LONGEST_REGEX, "grammar": 64 * 1024, "choice": 64 * 1024}
-# Of more characters, a grammar is tried in a process of its own before it is compiled here.
+# A longer grammar is first tried in another process.
 _LONGEST_QUICK = {"json_schema": 8 * 1024, "regex": 1024, "grammar": 4 * 1024, "choice": 64 * 1024}
 _MOST_GRAMMARS = 64
-# Texts, comments and regular expressions are to be left as they are.
+# Texts, comments and regular expressions, which are not changed.
 _PIECE = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|%json\s*')
 _COUNT = re.compile(r"~\s*([0-9]+)(?:\s*\.\.\s*([0-9]+))?")
 
 
 class Grammars:
-    """Compiles the grammars of one model's requests, and keeps the last 64 of them. Safe to share between threads.
+    """Compiles the grammars of one model's requests and caches the last 64. Safe to share between threads.
 
-    The first grammar reads the vocabulary, which takes about a second for 150,000 tokens.
+    The first grammar loads the vocabulary, which takes about a second for 150,000 tokens.
 
     Args:
         vocab_size: length of the model's logits. Ids without a token in the tokenizer are never allowed.
-        eos_token_ids: tokens that end an output; all are allowed where it is complete, and nowhere else.
+        eos_token_ids: tokens that end an output; all are allowed where it is complete, none elsewhere.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> None:
@@ -46,14 +46,14 @@ class Grammars:
         self._compiled: OrderedDict[tuple[str, str, bool], CompiledGrammar] = OrderedDict()
 
     def compile_grammar(self, params: SamplingParams, deadline_s: float | None = None) -> CompiledGrammar | None:
-        """The grammar of the output that ``params`` asks for, None if they ask for none.
+        """The grammar of the output that ``params`` asks for; None if the output is free.
 
-        ``deadline_s`` is the time that is left to the request, in seconds.
+        ``deadline_s`` is the time left to the request, in seconds.
 
         Raises:
             UsageError: a text is not valid Unicode, or a schema is not a JSON object.
-            GrammarError: the grammar is invalid, too complex, uses what cannot be enforced, or allows no token.
-            DeadlineError: the time is over.
+            GrammarError: the grammar is invalid, too complex, not enforceable, or allows no token.
+            DeadlineError: the deadline passed.
             MissingExtraError: llguidance is not installed.
         """
         clock = Clock(deadline_s)
@@ -63,7 +63,7 @@ class Grammars:
         with self._lock:
             compiled = self._compiled.pop(source, None)
             vocabulary = self._vocabulary
-        if compiled is None:  # outside of the lock: it may take a second
+        if compiled is None:  # outside the lock: compiling may take a second
             compiled = CompiledGrammar(source[0], *_library_grammar(*source), vocabulary, clock)
         with self._lock:
             self._compiled[source] = compiled
@@ -77,7 +77,7 @@ class Grammars:
 
 
 def read_source(params: SamplingParams) -> tuple[str, str, bool] | None:
-    """A request's grammar as written: the name of its parameter, its text, and whether JSON in it is compact."""
+    """A request's grammar as written: its parameter's name, its text, and whether its JSON is compact."""
     kind = next((kind for kind in _READ if getattr(params, kind) is not None), None)
     if kind is None:
         return None
@@ -108,21 +108,21 @@ def _library_grammar(kind: str, text: str, compact: bool) -> tuple[str, bool]:
 
 
 def compile_bytes(kind: str, text: str) -> CompiledGrammar:
-    """A grammar over bytes as tokens. Raises GrammarError: it cannot be enforced."""
+    """Compile a grammar over single bytes as tokens. Raises GrammarError: it cannot be enforced."""
     return CompiledGrammar(kind, *_library_grammar(kind, text, False), Vocabulary.of_bytes(), Clock())
 
 
 def choice_terminal(choices: str) -> str:
-    """Texts, a list in JSON, as one terminal, which the lexer follows in a table, instead of a rule with many."""
+    """One terminal for a JSON list of texts: the lexer follows it as a table, faster than a rule with many choices."""
     return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(choices))
 
 
 def _check_lark(grammar: str, compact: bool) -> tuple[str, bool]:
-    """The grammar in llguidance's dialect of Lark as it is enforced, and whether a schema in it may take long."""
+    """The enforceable version of a grammar in llguidance's Lark, and True if a schema in it may take long."""
     counts = [int(digits[:20]) for match in _COUNT.finditer(grammar) for digits in match.groups("0")]
-    found = max(repetitions(grammar), *counts, 0)
-    if found > MOST_REPETITIONS:
-        raise GrammarError("grammar", f"repeats something {found} times, expected at most {MOST_REPETITIONS}")
+    largest = max(repetitions(grammar), *counts, 0)
+    if largest > MOST_REPETITIONS:
+        raise GrammarError("grammar", f"repeats something {largest} times, expected at most {MOST_REPETITIONS}")
     parts, at, laborious = [], 0, False
     for piece in _PIECE.finditer(grammar):
         if not piece[0].startswith("%json") or piece.start() < at:
@@ -130,7 +130,7 @@ def _check_lark(grammar: str, compact: bool) -> tuple[str, bool]:
         try:
             schema, end = json.JSONDecoder().raw_decode(grammar, piece.end())
         except ValueError as error:
-            raise GrammarError("grammar", f"has something behind %json that is no JSON: {error}") from error
+            raise GrammarError("grammar", f"has invalid JSON after %json: {error}") from error
         laborious |= check_schema(schema)
         if isinstance(schema, dict):
             schema = {**enforceable(schema), "x-guidance": options(compact)}

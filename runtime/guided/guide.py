@@ -1,4 +1,4 @@
-"""Compiled grammars, and the place of one sequence in its grammar."""
+"""Compiled grammars, and one sequence's position in its grammar."""
 
 import threading
 import time
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
-# The library recurses over references and rules: a thread's default stack (8 MiB; 512 KiB on macOS) overflows at some
-# hundreds of them and takes the process down. The longest inputs need 40 MiB. Unused pages cost no memory.
+# The library recurses over references and rules: a few hundred overflow a thread's default stack (8 MiB; 512 KiB on
+# macOS) and crash the process. The longest inputs need 40 MiB. Unused pages cost no memory.
 _STACK_BYTES = 64 * 1024 * 1024
 _STACK_SIZE_LOCK = threading.Lock()
-# About 2 kB each, kept for as long as a grammar is cached.
+# About 2 kB each, for as long as a grammar is cached.
 _MOST_LEXER_STATES = 20_000
-# Expressions that one step of the lexer makes at most: a quarter of the library's own bound, under which a step took
-# two seconds of the engine's thread; schemas of thousands of values stay below half of it.
+# Most expressions that one step of the lexer may create: a quarter of the library's bound, with which a step took two
+# seconds of the engine's thread; schemas of thousands of values stay below half of it.
 _STEP_FUEL = 50_000
-# A grammar that took longer to compile is not compiled again in the engine's thread, where all others would wait.
+# A grammar that took longer to compile is not compiled again in the engine's thread, where all requests would wait.
 _QUICK_SECONDS = 0.25
 
 
@@ -36,11 +36,11 @@ class CompiledGrammar:
     """A grammar that compiles and allows a first token; copies of its matcher are cheap.
 
     Args:
-        kind: the request's parameter that it came in.
+        kind: the request's parameter that holds it.
         grammar: in the library's own format.
-        laborious: True to try it in a process of its own first.
+        laborious: True to try it in another process first.
         vocabulary: of the model.
-        clock: the time that it may take.
+        clock: limits the time to compile.
 
     Raises:
         GrammarError: it cannot be enforced, allows no text or takes too long.
@@ -64,7 +64,7 @@ class CompiledGrammar:
         return self._pristine.deep_copy()
 
     def renew(self) -> "LLMatcher | None":
-        """A matcher whose lexer forgot what it met in requests so far; None where compiling takes long."""
+        """A matcher with a fresh lexer, without the states of earlier requests; None if compiling takes long."""
         if not self._renewable:
             return None
         self._pristine, _ = _on_deep_stack(self._build)
@@ -89,9 +89,9 @@ class CompiledGrammar:
 
 
 def _on_deep_stack(function: Callable[[], _Result], seconds: float | None = None) -> tuple[_Result, float]:
-    """The result of a function that recurses deeply, and the processor's time that it took, in seconds.
+    """The result of a deeply recursive function, and the CPU time it took, in seconds.
 
-    After ``seconds`` it raises TimeoutError; the thread goes on, and what it finds is thrown away.
+    Raises TimeoutError after ``seconds``; the thread goes on and its result is dropped.
     """
 
     def timed() -> tuple[_Result, float]:
@@ -111,16 +111,16 @@ def _on_deep_stack(function: Callable[[], _Result], seconds: float | None = None
     return future.result(seconds)
 
 
-# What to add to the logits of eight tokens, by the byte that allows or forbids them.
+# Added to the logits of eight tokens, indexed by the byte that allows or forbids them.
 _FLAGS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _PENALTIES: Logits = np.where(_FLAGS, np.float32(0), np.float32(-np.inf))
 
 
 class GrammarGuide:
-    """The place of one sequence in its grammar. Use it from one thread at a time.
+    """One sequence's position in its grammar. Use it from one thread at a time.
 
-    Copies of a matcher share the lexer's states, whose number is limited. So that one request cannot end another, a
-    matcher that fails is built anew once and led through the accepted tokens again.
+    Copies of a matcher share the lexer's limited number of states. So that one request cannot end another, a matcher
+    that fails is rebuilt once and fed the accepted tokens again.
     """
 
     def __init__(self, compiled: CompiledGrammar) -> None:
@@ -161,7 +161,7 @@ class GrammarGuide:
         return self._allowed
 
     def accept(self, token: int) -> None:
-        """Go on by one token. Raises GrammarError: the token is not allowed here; the guide stays where it was."""
+        """Advance by one token. Raises GrammarError: the token is not allowed here; the guide does not advance."""
         vocabulary = self._compiled.vocabulary
         if not 0 <= token < vocabulary.size or self._ended or not self.compute_allowed()[token // 8] >> token % 8 & 1:
             where = "after its end" if self._ended else f"after {len(self._accepted)} tokens"
@@ -176,15 +176,15 @@ class GrammarGuide:
         vocabulary = self._compiled.vocabulary
         if self._ended:
             return vocabulary.eos
-        found = np.frombuffer(self._next_bits(), np.uint8)[: vocabulary.writable.size]
-        allowed = found & vocabulary.writable
+        mask = np.frombuffer(self._next_bits(), np.uint8)[: vocabulary.writable.size]
+        allowed = mask & vocabulary.writable
         if self._accepts_end():
             allowed |= vocabulary.eos
         if not allowed.any():
             raise GrammarError(
                 self._compiled.kind,
-                f"allows no token of the vocabulary after {len(self._accepted)} tokens: no text fits, or none "
-                "that the tokenizer can write",
+                f"allows no token of the vocabulary after {len(self._accepted)} tokens: no text fits, or the tokenizer "
+                "cannot write one that does",
             )
         return allowed
 
@@ -208,7 +208,7 @@ class GrammarGuide:
         self._accepted.append(token)
 
     def _recover(self) -> None:
-        """Go on with a new matcher if the shared lexer failed; for all else the request itself is to blame."""
+        """Go on with a new matcher if the shared lexer failed; raise for any other failure."""
         matcher = self._compiled.renew() if "lexer" in self._matcher.get_error() else None
         if matcher is None or (self._accepted and not matcher.consume_tokens(self._accepted)):
             raise self._compiled.failure(self._matcher)

@@ -1,7 +1,7 @@
-"""The JSON Schemas that guided decoding can enforce: those whose every keyword the grammar library implements.
+"""Check and prepare JSON Schemas for guided decoding: every keyword must be one that the grammar library implements.
 
-JSON Schema has implementations ignore keywords that they do not know. Here an output would then break the schema, so
-such keywords are refused by name. Some values are spelt anew, for the library would enforce less than they say.
+JSON Schema lets implementations ignore unknown keywords. Here the output would then break the schema, so unknown
+keywords are refused by name. Some values are rewritten because the library would enforce less than they say.
 """
 
 import json
@@ -20,8 +20,8 @@ from llmc.runtime.guided.patterns import (
     list_matches,
 )
 
-# Keywords of JSON Schema (https://json-schema.org/draft/2020-12/schema, and draft 7) by what they hold. The library
-# enforces these, in the combinations that it does not refuse itself, and ignores every keyword that it does not know.
+# Keywords of JSON Schema (https://json-schema.org/draft/2020-12/schema, and draft 7) by the type of their value. The
+# library enforces these, except in combinations that it refuses, and ignores every other keyword.
 _SCHEMAS = {"additionalItems", "additionalProperties", "items"}
 _LISTS_OF_SCHEMAS = {"allOf", "anyOf", "items", "oneOf", "prefixItems"}
 _DEFINITIONS = {"$defs", "definitions"}
@@ -31,21 +31,21 @@ _VALUES = {
     *("maxProperties", "maximum", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "pattern"),
     *("required", "type"),
 }
-# They restrict nothing; discriminator and those after it are OpenAPI's.
+# Keywords that restrict nothing; discriminator and those after it are OpenAPI's.
 ANNOTATIONS = {
     *("$anchor", "$comment", "$id", "$schema", "contentEncoding", "contentMediaType", "default", "deprecated"),
     *("description", "examples", "id", "readOnly", "title", "writeOnly"),
     *("discriminator", "example", "externalDocs", "xml"),
 }
 _KEYWORDS = _SCHEMAS | _LISTS_OF_SCHEMAS | _NAMED_SCHEMAS | _VALUES | ANNOTATIONS
-# What the library recurses over, at up to 4 kB of stack each.
+# The library recurses over subschemas, with up to 4 kB of stack each.
 _MOST_SUBSCHEMAS = 10_000
 _LARGEST_INTEGER = 2**53
 LARGEST_MULTIPLE = 10_000
-"""Of the digits of ``multipleOf``: the automaton has a state for each remainder; 100,000 take seconds, more minutes."""
-# Of schemas that apply together: their combinations may take some milliseconds each.
+"""Bound on the digits of ``multipleOf``: the automaton has a state per remainder; 100,000 take seconds."""
+# Alternatives of schemas that apply together: their combinations may take some milliseconds each.
 _MOST_QUICK_ALTERNATIVES = 20
-# Those of the library take leap seconds at any time, 29 February in any year and names without an end.
+# The library's patterns accept leap seconds at any time, 29 February in any year and host names of any length.
 _FORMAT_PATTERNS = {
     "date": (
         "[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
@@ -66,17 +66,17 @@ _FORMAT_PATTERNS = {
 }
 _FORMAT_PATTERNS["date-time"] = f"(?:{_FORMAT_PATTERNS['date']})[tT](?:{_FORMAT_PATTERNS['time']})"
 _LONGEST_HOSTNAME = 253
-# Those above, and those of which the library knows what they say.
+# The formats above, and those that the library enforces correctly.
 _FORMATS = {*_FORMAT_PATTERNS, "duration", "email", "ipv4", "ipv6", "unknown", "uri", "uuid"}
 _BOUNDS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum")
 _NUMBERS = ("const", "enum", "multipleOf", *_BOUNDS)
-# Keywords beside which another one with subschemas makes the library enforce both at once.
+# Next to one of these, another keyword with subschemas makes the library enforce both at once.
 _MERGING = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}
 
-# How the library reads schemas: strictly. One spelling for each character: with \u0061 for "a", a model could repeat a
+# The library reads schemas strictly, with one spelling per character: with \u0061 for "a", a model could repeat a
 # property under a name that the schema's rules for "a" miss.
 _OPTIONS = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": ESCAPES}
-# Between two tokens of JSON, once: models at a loss write white space without end. Ten levels of four spaces fit.
+# Once between two tokens of JSON: a confused model writes white space forever. Ten levels of four spaces fit.
 _WHITE_SPACE = r" |\r?\n(?: {0,40}|\t{0,10})"
 
 
@@ -86,21 +86,21 @@ def options(compact: bool) -> dict[str, Any]:
 
 
 def schema_text(value: Mapping[str, Any] | str, name: str) -> str:
-    """A schema, the argument ``name``, as JSON text with its properties in their order, which is that of the output.
-    Raises UsageError: it is not the JSON text of an object, or holds what JSON has not."""
+    """A schema, the argument ``name``, as JSON text; the output follows the order of its properties.
+    Raises UsageError: it is not the JSON text of an object, or holds a value that JSON lacks."""
     try:
         parsed = json.loads(value) if isinstance(value, str) else dict(value)
         text = json.dumps(parsed, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(name, f"is no JSON: {error}") from error
+        raise UsageError(name, f"is not valid JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise UsageError(name, f"is JSON of type {type(parsed).__name__}, expected an object")
     return text
 
 
 def check_schema(schema: Any) -> bool:
-    """Refuse a parsed schema that would not be enforced as a whole, or is too large; True if it may take long.
-    Raises GrammarError: naming the keyword and where it stands."""
+    """Refuse a parsed schema that cannot be fully enforced or is too large; return True if compiling may take long.
+    Raises GrammarError: naming the keyword and its path."""
     nodes = list(_nodes(schema))
     for path, node in nodes:
         _check_keywords(path, node)
@@ -110,12 +110,12 @@ def check_schema(schema: Any) -> bool:
         _check_bounds(group)
         states += _check_multiples(group)
     lists = [node.get(name, ()) for _, node in nodes for name in ("anyOf", "enum", "oneOf", "patternProperties")]
-    alternatives = sum(len(found) for found in lists if isinstance(found, list | dict))
+    alternatives = sum(len(alternative) for alternative in lists if isinstance(alternative, list | dict))
     return states > LARGEST_MULTIPLE or (meeting and alternatives > _MOST_QUICK_ALTERNATIVES)
 
 
 def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
-    """A checked schema as the library has to have it: with formats spelt out, and patterns in its notation.
+    """A checked schema rewritten for the library: formats become patterns, patterns use the library's notation.
     Raises GrammarError: naming the keyword whose value cannot be enforced."""
     schema = json.loads(json.dumps(schema))
     for path, node in list(_nodes(schema)):
@@ -131,7 +131,7 @@ def enforceable(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _listed_names(node: dict[str, Any]) -> list[str] | None:
-    """The names that ``propertyNames`` lists; none where it allows all; None where it cannot be spelt otherwise."""
+    """The names that ``propertyNames`` lists; [] if it allows all; None if it cannot be rewritten."""
     names = node["propertyNames"]
     if names is True or (isinstance(names, dict) and names.items() <= {"type": "string"}.items()):
         return []
@@ -142,18 +142,18 @@ def _listed_names(node: dict[str, Any]) -> list[str] | None:
 
 
 def _spell_names(node: dict[str, Any]) -> None:
-    """Write ``propertyNames`` as properties that may be there, and no others."""
+    """Rewrite ``propertyNames`` as optional properties, and allow no others."""
     names = _listed_names(node) if "propertyNames" in node else None
     node.pop("propertyNames", None)
     if names:
-        own, others = _mapping(node.get("properties")), node.get("additionalProperties", True)
-        kept = {name: schema if name in names else False for name, schema in own.items()}
-        node["properties"] = {**kept, **{name: others for name in names if name not in own}}
+        properties, default = _mapping(node.get("properties")), node.get("additionalProperties", True)
+        kept = {name: schema if name in names else False for name, schema in properties.items()}
+        node["properties"] = {**kept, **{name: default for name in names if name not in properties}}
         node["additionalProperties"] = False
 
 
 def _name_matches(nodes: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """Replace patterns that only match named properties, for the library would wait for further names after a comma."""
+    """Replace patterns that only match named properties: the library would wait for further names after a comma."""
     names = {name: None for _, node in nodes for key in ("properties", "required") for name in _strings(node.get(key))}
     for path, node in nodes:
         patterns = _mapping(node.get("patternProperties"))
@@ -178,11 +178,11 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def without_unenforceable(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A schema without the keywords that cannot be enforced, and their places, such as ``properties.a.pattern``; of
-    ``oneOf`` the alternatives are left. Raises GrammarError: it is no schema."""
-    found = json.loads(json.dumps(schema))
+    """A schema without the keywords that cannot be enforced, and their paths, such as ``properties.a.pattern``;
+    ``oneOf`` keeps its alternatives. Raises GrammarError: it is not a schema."""
+    copy = json.loads(json.dumps(schema))
     places = []
-    for path, node in _nodes(found):
+    for path, node in _nodes(copy):
         for name in list(node):
             if name == "oneOf" and "anyOf" not in node:
                 node["anyOf"] = node.pop(name)
@@ -191,11 +191,11 @@ def without_unenforceable(schema: Mapping[str, Any]) -> tuple[dict[str, Any], li
             else:
                 del node[name]
             places.append(f"{path}/{name}".removeprefix("#/").replace("/", "."))
-    return found, places
+    return copy, places
 
 
 def _is_enforceable(path: str, node: dict[str, Any], name: str) -> bool:
-    """True if a keyword of a subschema may be enforced, as far as its value tells."""
+    """True if a keyword of a subschema may be enforceable, judging by its value."""
     if name == "oneOf" or (name == "format" and node[name] not in _FORMATS):
         return False
     patterns = _patterns({name: node[name]})
@@ -208,7 +208,7 @@ def _is_enforceable(path: str, node: dict[str, Any], name: str) -> bool:
 
 
 def without_rules(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A schema of objects with the names of another's properties, which may have any values."""
+    """An object schema that keeps the names of another's properties and allows any values for them."""
     named, required = schema.get("properties"), schema.get("required")
     properties: dict[str, Any] = {name: {} for name in named} if isinstance(named, Mapping) else {}
     needed = [name for name in _strings(required) if name in properties] if isinstance(required, list) else []
@@ -216,7 +216,7 @@ def without_rules(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 
 
 def _spell_format(path: str, node: dict[str, Any]) -> None:
-    """Add to a format what the library leaves out of it."""
+    """Add to a format the rules that the library leaves out."""
     name = node.get("format")
     if not isinstance(name, str) or name not in _FORMAT_PATTERNS:
         return
@@ -234,12 +234,12 @@ def _spell_format(path: str, node: dict[str, Any]) -> None:
 
 def _patterns(node: dict[str, Any]) -> list[str]:
     named = node.get("patternProperties")
-    found = [node.get("pattern"), *(named if isinstance(named, dict) else ())]
-    return [pattern for pattern in found if isinstance(pattern, str)]
+    patterns = [node.get("pattern"), *(named if isinstance(named, dict) else ())]
+    return [pattern for pattern in patterns if isinstance(pattern, str)]
 
 
 def _holds_unnamed_control(value: Any) -> bool:
-    """True if a text in a JSON value, names aside, has a control character without a short escape."""
+    """True if a text in a JSON value (not a name) has a control character without a short escape."""
     if isinstance(value, str):
         return UNNAMED_CONTROLS.search(value) is not None
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -247,8 +247,8 @@ def _holds_unnamed_control(value: Any) -> bool:
 
 
 def _nodes(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All subschemas but true and false, with their paths.
-    Raises GrammarError: there are too many, or one is no schema."""
+    """All subschemas except true and false, with their paths.
+    Raises GrammarError: there are too many, or one is not a schema."""
     waiting = [("#", schema)]
     visited = 0
     while waiting:
@@ -267,7 +267,7 @@ def _nodes(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _check_keywords(path: str, node: dict[str, Any]) -> None:
-    # The vendors' own annotations begin with x-, but x-guidance instructs the library not to enforce.
+    # Vendors' annotations begin with x-, but x-guidance instructs the library not to enforce.
     for name in node:
         if name == "propertyNames" and _listed_names(node) is not None:
             continue
@@ -275,7 +275,7 @@ def _check_keywords(path: str, node: dict[str, Any]) -> None:
             raise GrammarError(
                 "json_schema", f"has the keyword {name!r} at {path}, which cannot be enforced", "correct or remove it"
             )
-    # The library counts a property again that is written twice, and prevents that only for those it knows by name.
+    # The library counts a property that is written twice as two, unless it knows the property by name.
     closed = node.get("additionalProperties") is False and not node.get("patternProperties")
     if node.get("minProperties", 0) and not closed:
         raise GrammarError(
@@ -283,7 +283,7 @@ def _check_keywords(path: str, node: dict[str, Any]) -> None:
             f"has the keyword 'minProperties' at {path}, which cannot be enforced",
             "list the properties and set additionalProperties to false",
         )
-    # Draft 7 ignores what stands beside a $ref, so that the drafts differ about where it leads.
+    # Draft 7 ignores the siblings of a $ref, so the drafts disagree about its target.
     if {"$id", "$ref"} <= node.keys() and not (path == "#" and str(node["$ref"]).startswith("#")):
         raise GrammarError("json_schema", f"has the keyword '$ref' at {path} beside '$id'", "leave out one of them")
     for name in ("const", "enum"):
@@ -299,7 +299,7 @@ def _check_keywords(path: str, node: dict[str, Any]) -> None:
 
 
 def _check_numbers(value: Any, where: str) -> None:
-    """Refuse integers that the library would round: it reads all numbers as those of 64 bits, IEEE 754."""
+    """Refuse integers that the library would round: it reads all numbers as 64-bit floats (IEEE 754)."""
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             _check_numbers(part, where)
@@ -308,8 +308,8 @@ def _check_numbers(value: Any, where: str) -> None:
 
 
 def _check_bounds(nodes: Iterable[tuple[str, dict[str, Any]]]) -> None:
-    """Refuse a bound at an integer that the library would take in: one with the other bound before the next integer."""
-    found: dict[str, dict[float, str]] = {name: {} for name in _BOUNDS}
+    """Refuse an exclusive integer bound that the library would include: the other bound is before the next integer."""
+    bounds: dict[str, dict[float, str]] = {name: {} for name in _BOUNDS}
     for path, node in nodes:
         for name in _BOUNDS:
             value = node.get(name, math.inf)
@@ -317,15 +317,15 @@ def _check_bounds(nodes: Iterable[tuple[str, dict[str, Any]]]) -> None:
                 raise GrammarError(
                     "json_schema", f"has the keyword {name!r} at {path} as {value!r:.60}, expected a number"
                 )
-            found[name] |= {value: path} if math.isfinite(value) else {}
-    above, below = found["maximum"] | found["exclusiveMaximum"], found["minimum"] | found["exclusiveMinimum"]
+            bounds[name] |= {value: path} if math.isfinite(value) else {}
+    above, below = bounds["maximum"] | bounds["exclusiveMaximum"], bounds["minimum"] | bounds["exclusiveMinimum"]
     for name, others, nearest in (("exclusiveMinimum", above, math.floor), ("exclusiveMaximum", below, math.ceil)):
         for other in others:
             bound = nearest(other)
-            if bound != other and bound in found[name]:
+            if bound != other and bound in bounds[name]:
                 raise GrammarError(
                     "json_schema",
-                    f"has the keyword {name!r} at {found[name][bound]}, which cannot be enforced beside the "
+                    f"has the keyword {name!r} at {bounds[name][bound]}, which cannot be enforced beside the "
                     f"bound {other:g}, before the next integer",
                     "use a bound with a fraction",
                 )
@@ -334,27 +334,27 @@ def _check_bounds(nodes: Iterable[tuple[str, dict[str, Any]]]) -> None:
 def _check_multiples(nodes: Iterable[tuple[str, dict[str, Any]]]) -> int:
     """Refuse divisors whose common automaton is too large; return the number of its states, 0 without divisors."""
     given = [(path, node["multipleOf"]) for path, node in nodes if isinstance(node.get("multipleOf"), int | float)]
-    divisors = {Fraction(repr(float(abs(found)))) for _, found in given if math.isfinite(found) and found}
+    divisors = {Fraction(repr(float(abs(divisor)))) for _, divisor in given if math.isfinite(divisor) and divisor}
     if not divisors:
         return 0
     scale = max(map(_scale, divisors))
     scaled = [int(divisor * scale) for divisor in divisors]
     common = Fraction(math.lcm(*scaled), scale)
     states = int(common * _scale(common))
-    # The second is what the library multiplies on its way, in 32 bits.
+    # The library multiplies the second product in 32 bits.
     if states > LARGEST_MULTIPLE or math.lcm(*scaled) * max(scaled) >= 2**32:
-        what = "is" if len(divisors) == 1 else "has with those that it may meet a least common multiple of"
+        what = "is" if len(divisors) == 1 else "has, with those that apply with it, a least common multiple of"
         raise GrammarError(
             "json_schema",
-            f"has the keyword 'multipleOf' at {given[-1][0]}, which {what} {float(common):.15g}, whose digits without "
-            f"the point are above {LARGEST_MULTIPLE}",
+            f"has the keyword 'multipleOf' at {given[-1][0]}, which {what} {float(common):.15g}; its digits without "
+            f"the point exceed {LARGEST_MULTIPLE}",
             "use divisors of fewer digits",
         )
     return states
 
 
 def _scale(number: Fraction) -> int:
-    """The least power of ten that makes an integer of a decimal number."""
+    """The least power of ten that turns a decimal number into an integer."""
     scale = 1
     while (number * scale).denominator != 1:
         scale *= 10
@@ -362,7 +362,7 @@ def _scale(number: Fraction) -> int:
 
 
 def _merges(node: dict[str, Any]) -> bool:
-    """True if the library may enforce two subschemas at once on account of this one."""
+    """True if this schema may make the library enforce two subschemas at once."""
     return bool("allOf" in node or (_MERGING & node.keys() and len(node.keys() - ANNOTATIONS - _DEFINITIONS) > 1))
 
 

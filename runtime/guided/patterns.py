@@ -1,4 +1,4 @@
-"""Bounds of regular expressions; JSON Schema's patterns as the grammar library enforces them, in ECMA-262's meaning."""
+"""Bounds on regular expressions; rewrite JSON Schema's patterns (ECMA-262) for the grammar library."""
 
 import json
 import re
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 LONGEST_REGEX = 16 * 1024
-"""Characters of a regular expression at most; longer ones cost minutes before a limit of the library stops them."""
+"""Most characters of a regular expression; longer ones take minutes before a limit of the library stops them."""
 ESCAPES = '"\\bfnrt'
-"""Characters that texts of JSON escape by a backslash; others are never escaped."""
+"""Characters that JSON text may escape with a backslash; no other character is escaped."""
 MOST_REPETITIONS = LONGEST_REGEX
-"""Nested repetitions multiply to no more: ``a{20000}`` costs as much as its characters written out would."""
-# A class that nobody closes reaches to the end: looked for again from every bracket, it would cost a square.
+"""Largest product of nested repetitions: ``a{20000}`` costs as much as 20,000 written characters."""
+# An unclosed class reaches to the end: searching again from every bracket would take quadratic time.
 _PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)|\{([0-9]*)(,?)([0-9]*)\}|.", re.DOTALL)
 UNNAMED_CONTROLS = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
 r"""Control characters that JSON can only write as ``\u00XX``."""
@@ -25,7 +25,7 @@ _NAMED = {"t": "\t", "n": "\n", "r": "\r", "v": "\v", "f": "\f", "0": "\0"}
 _HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|[xu]\{([0-9A-Fa-f]{1,8})\}|c([A-Za-z])")
 _PROPERTY = re.compile(r"[pP](?:\{[^{}]*\}|[A-Za-z])")
 _GROUP = re.compile(r"\(\?(?:P?<(?![=!])[^>]*>|([A-Za-z-]+)[:)])")
-# Flags that change how the text is to be read: blanks and comments, bytes for characters, line ends.
+# Flags that change how the text is read: blanks and comments, bytes for characters, line ends.
 _UNREADABLE_FLAGS = frozenset("xuR")
 # https://262.ecma-international.org/15.0/#sec-runtime-semantics-compilecharacterclass
 _SETS = {
@@ -36,18 +36,18 @@ _SETS = {
 
 
 def check_regex(regex: str, parameter: str, where: str = "") -> None:
-    """Refuse a regular expression, at some place of a parameter, that is too long or repeats too much.
-    Raises GrammarError: with ``where`` before the problem."""
+    """Refuse a regular expression that is too long or repeats too much.
+    Raises GrammarError: about ``parameter``, with ``where`` before the problem."""
     if len(regex) > LONGEST_REGEX:
         raise GrammarError(parameter, f"{where}has {len(regex)} characters, expected at most {LONGEST_REGEX}")
-    found = repetitions(regex)
-    if found > MOST_REPETITIONS:
-        raise GrammarError(parameter, f"{where}repeats something {found} times, expected at most {MOST_REPETITIONS}")
+    largest = repetitions(regex)
+    if largest > MOST_REPETITIONS:
+        raise GrammarError(parameter, f"{where}repeats something {largest} times, expected at most {MOST_REPETITIONS}")
 
 
 def repetitions(regex: str) -> int:
-    """The largest product of nested counts, such as 6 of ``(a{2}b){0,3}``; of ``{m,}`` it is m that counts."""
-    groups = [1]  # of each group that is open: the largest in it so far
+    """The largest product of nested counts, such as 6 in ``(a{2}b){0,3}``; ``{m,}`` counts as m."""
+    groups = [1]  # per open group: the largest product in it so far
     last, most = 1, 1
     for piece in _PIECE.finditer(regex):
         text = piece[0]
@@ -66,18 +66,18 @@ def repetitions(regex: str) -> int:
 
 
 def _number(digits: str) -> int:
-    return int(digits[:20] or "0")  # more digits are far above every bound, and slow to read
+    return int(digits[:20] or "0")  # more digits exceed every bound and are slow to read
 
 
 def library_pattern(text: str, where: str) -> str:
-    r"""A pattern of the schema at ``where``, spelt so that the library enforces it inside of a JSON string.
+    r"""Rewrite a pattern of the schema at ``where`` so that the library enforces it inside a JSON string.
 
-    The library lets a class that holds all control characters match every escape, ``\"`` and ``\\`` among them, whether
-    the class holds the quote and the backslash or not. So classes keep none that JSON only writes as ``\u00XX``, which
-    no output has. Names of groups go, too, for the library gives one a meaning of its own.
+    If a class holds all control characters, the library lets it match every escape, even ``\"`` and ``\\`` when the
+    class lacks the quote and the backslash. So classes lose the characters that JSON only writes as ``\u00XX``; no
+    output holds those. Group names go, too, because the library gives one of them its own meaning.
 
     Raises:
-        GrammarError: the pattern cannot be read, or names such a character outside of a class.
+        GrammarError: the pattern cannot be read, or names such a character outside a class.
     """
     return "".join(_Reader(text, where).parts())
 
@@ -90,8 +90,8 @@ def _match_bytes(schema: dict[str, Any]) -> "LLMatcher":
 
 
 def check_patterns(patterns: Collection[str], where: str) -> None:
-    """Refuse patterns of the schema at ``where`` that the library does not know, or of which two match the same text.
-    Raises GrammarError: naming the place."""
+    """Refuse patterns of the schema at ``where`` that the library does not know, or two that match the same text.
+    Raises GrammarError: naming the path."""
     error = _match_bytes({"type": "object", "patternProperties": dict.fromkeys(patterns, True)}).get_error()
     if error:
         raise GrammarError(
@@ -100,7 +100,7 @@ def check_patterns(patterns: Collection[str], where: str) -> None:
 
 
 def list_matches(pattern: str, names: Collection[str]) -> list[str] | None:
-    """The names that a pattern of :func:`library_pattern` allows; None if it also allows any that is not among them."""
+    """The ``names`` that a pattern of :func:`library_pattern` allows; None if it also allows other names."""
     waiting = [(b"", _match_bytes({"type": "string", "pattern": pattern}))]
     if "Unsatisfiable" in waiting[0][1].get_error():
         return []
@@ -109,11 +109,11 @@ def list_matches(pattern: str, names: Collection[str]) -> list[str] | None:
     for text in written:
         for end in range(len(text)):
             following.setdefault(text[:end], set()).add(text[end])
-    found = []
+    matches = []
     while waiting:
         text, matcher = waiting.pop()
         if text in written:
-            found.append(written[text])
+            matches.append(written[text])
             continue
         bits = int.from_bytes(matcher.compute_bitmask(), "little")
         allowed = {byte for byte in range(256) if bits >> byte & 1}
@@ -123,7 +123,7 @@ def list_matches(pattern: str, names: Collection[str]) -> list[str] | None:
             after = matcher.deep_copy()
             after.consume_token(byte)
             waiting.append((text + bytes([byte]), after))
-    return found
+    return matches
 
 
 class _Reader:
@@ -153,9 +153,9 @@ class _Reader:
     def _escape(self) -> str:
         self._at += 1
         name = self.text[self._at : self._at + 1]
-        if found := None if name.lower() in ("d", "w") else self._set():
-            return f"[[{found}]&&{_WRITTEN}]"
-        # Of sets the library knows these, and adds what is not ASCII to neither; anchors and references it refuses.
+        if members := None if name.lower() in ("d", "w") else self._set():
+            return f"[[{members}]&&{_WRITTEN}]"
+        # The library knows these classes and adds no non-ASCII characters; it refuses anchors and references.
         if name.isalnum() and name in "dDwWbBAzk123456789":
             self._at += 1
             return f"\\{name}"
@@ -167,25 +167,25 @@ class _Reader:
         return _escape(character)
 
     def _set(self) -> str | None:
-        r"""The members of a class that is written as an escape at the current place, such as ``\s``."""
+        r"""The members of a class written as an escape here, such as ``\s``; None if there is none."""
         name = self.text[self._at : self._at + 1]
-        if found := _PROPERTY.match(self.text, self._at):
-            self._at = found.end()
-            return f"\\{found[0]}"
+        if property_class := _PROPERTY.match(self.text, self._at):
+            self._at = property_class.end()
+            return f"\\{property_class[0]}"
         if not name or name.lower() not in _SETS:
             return None
         self._at += 1
         return _SETS[name] if name.islower() else f"[^{_SETS[name.lower()]}]"
 
     def _character(self) -> str:
-        """The character that is written as an escape at the current place."""
-        if found := _HEX.match(self.text, self._at):
-            self._at = found.end()
-            if found[4]:
-                return chr(ord(found[4]) % 32)
-            code = int(next(filter(None, found.groups())), 16)
+        """The character written as an escape here."""
+        if escape := _HEX.match(self.text, self._at):
+            self._at = escape.end()
+            if escape[4]:
+                return chr(ord(escape[4]) % 32)
+            code = int(next(filter(None, escape.groups())), 16)
             if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
-                raise self._error(f"names \\{found[0]}, which is no character")
+                raise self._error(f"names \\{escape[0]}, which is not a character")
             return chr(code)
         name = self.text[self._at : self._at + 1]
         if name not in _NAMED and (not name or name.isalnum()):
@@ -203,8 +203,8 @@ class _Reader:
         while not self.text.startswith("]", self._at):
             members.append(self._member())
         self._at += 1
-        found = f"[{'^' * negated}{''.join(members)}]"
-        return f"[{found}&&{_WRITTEN}]"
+        written = f"[{'^' * negated}{''.join(members)}]"
+        return f"[{written}&&{_WRITTEN}]"
 
     def _member(self) -> str:
         first = self._class_atom()
@@ -221,15 +221,15 @@ class _Reader:
         return _escape(first) if first == last else f"{_escape(first)}-{_escape(last)}"
 
     def _class_atom(self) -> str:
-        """A single character, or the longer text of a set of them."""
+        """A single character, or the members of a class as a longer text."""
         if self._at >= len(self.text):
             raise self._error("has a class without an end")
         character = self.text[self._at]
         self._at += 1
         if character != "\\":
             return character
-        if found := self._set():
-            return found
+        if members := self._set():
+            return members
         if self.text.startswith("b", self._at):
             self._at += 1
             return "\b"

@@ -1,4 +1,4 @@
-"""Grammars that may take long to compile, tried in a process first, which can be ended, as a thread cannot."""
+"""Compile slow grammars in another process first, because a process can be killed and a thread cannot."""
 
 import json
 import signal
@@ -10,13 +10,13 @@ import time
 from llmc.errors import DeadlineError, GrammarError, ResourceError
 
 COMPILE_SECONDS = 5.0
-"""A grammar that takes more of a processor's time to compile is refused."""
+"""A grammar that takes more CPU time to compile is refused."""
 WAIT_SECONDS = 60.0
-"""A request waits so long for its turn, and for a processor that others take, before it is told to come again."""
+"""A request waits at most this long for its turn to compile and for a free processor."""
 _MEMORY_BYTES = 2 * 1024**3
-# So that requests with such grammars at the same time cannot take all processors.
+# So that concurrent requests with such grammars cannot take all processors.
 _MOST_AT_ONCE = threading.BoundedSemaphore(2)
-# SIGPROF comes by the processor's time, that of starting the interpreter left out, and ends the process.
+# SIGPROF counts CPU time after the interpreter has started, and ends the process.
 _CODE = """
 import json, resource, signal, sys, threading
 sys.path[:] = json.loads(sys.argv[1])
@@ -35,7 +35,7 @@ thread.join()
 
 
 class Clock:
-    """The time that is left to a request, with a deadline in ``deadline_s`` seconds, while its grammar is compiled."""
+    """The time left for compiling a request's grammar; the request's deadline is in ``deadline_s`` seconds."""
 
     def __init__(self, deadline_s: float | None = None) -> None:
         self._deadline_s = deadline_s
@@ -46,19 +46,19 @@ class Clock:
         return max(0.0, self._start + most - time.monotonic())
 
     def over(self, kind: str) -> DeadlineError | ResourceError:
-        """The error of a request that waited too long, for which its grammar is not to blame."""
+        """The error of a request that waited too long, although its grammar may be fine."""
         if self._deadline_s is not None and self._deadline_s < WAIT_SECONDS:
             return DeadlineError(f"the deadline of {self._deadline_s:g} s passed while {kind} was compiled")
         return ResourceError(
-            f"{kind} could not be compiled within {WAIT_SECONDS:g} s, for other requests take the processors; try "
-            "again later"
+            f"{kind} could not be compiled within {WAIT_SECONDS:g} s because other requests use the processors; "
+            "try again later"
         )
 
 
 def try_out(kind: str, grammar: str, clock: Clock, stack_bytes: int, lexer_states: int, lexer_fuel: int) -> None:
-    """Compile a grammar, in the library's own format, in a process that is ended when its time is over.
+    """Compile a grammar, in the library's own format, in a process that is killed after a time limit.
 
-    What else is wrong with a grammar is left to be found when it is compiled here.
+    Other errors of the grammar are reported when this process compiles it.
 
     Raises:
         GrammarError: it takes too long or too much memory.
@@ -69,7 +69,7 @@ def try_out(kind: str, grammar: str, clock: Clock, stack_bytes: int, lexer_state
     try:
         given = json.dumps([grammar, COMPILE_SECONDS, _MEMORY_BYTES, stack_bytes, lexer_states, lexer_fuel])
         command = [sys.executable, "-I", "-c", _CODE, json.dumps([entry for entry in sys.path if entry])]
-        # In a session of its own: a terminal's Ctrl-C ends requests in their own way.
+        # A new session: Ctrl-C in a terminal must not reach this process.
         status = subprocess.run(
             command,
             input=given.encode(),

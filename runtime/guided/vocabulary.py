@@ -1,4 +1,4 @@
-"""The tokens that a model can write, as the grammar library and its masks see them."""
+"""The tokens that a model can write, for the grammar library and its masks."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -27,9 +27,9 @@ class Vocabulary:
     """The tokens that a model can write.
 
     Args:
-        tokens: the library's view of the tokenizer, which may have more ids than the model or fewer.
+        tokens: the library's view of the tokenizer, which may have more or fewer ids than the model.
         size: length of the model's logits, V.
-        eos_token_ids: those of the model that have a token, at least one.
+        eos_token_ids: the model's, if the tokenizer has them; at least one.
         eos: the same as bits (token i is bit i % 8 of byte i // 8).
         writable: all other ids that have a token, as bits.
     """
@@ -63,7 +63,7 @@ class Vocabulary:
     @classmethod
     @cache
     def of_bytes(cls) -> "Vocabulary":
-        """The bytes, each a token, and one that ends."""
+        """A vocabulary with one token per byte, and one that ends."""
         tokens = require("llguidance", "guided").LLTokenizer("byte")
         eos = np.arange(tokens.vocab_size) == tokens.eos_token
         bits = (np.packbits(flags, bitorder="little") for flags in (eos, ~eos))
@@ -71,7 +71,7 @@ class Vocabulary:
 
 
 class _Spellings:
-    """A tokenizer as the library reads one, with the spellings that all parts of the runtime use."""
+    """A tokenizer with the interface that the library reads, and the runtime's spellings."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -83,12 +83,12 @@ class _Spellings:
         self._encode = tokenizer.encode
         controls = {self.tokens[token_id] for token_id in (*self.special_token_ids, *eos_token_ids)} - {b""}
         self._controls = re.compile(f"(?={any_of(text.decode(errors='ignore') for text in controls)})")
-        # Where a text begins with a space of the tokenizer's own, it is encoded behind what merges with nothing.
+        # If the tokenizer adds a space before a text, encode the text after a character that merges with nothing.
         begun = b"".join(self.tokens[token_id] for token_id in tokenizer.encode("a", add_special_tokens=False))
         self._before = "" if begun == b"a" else "\x02"
 
     def __call__(self, text: str) -> list[int]:
-        """Token ids of a text; texts of special tokens are made of ordinary tokens."""
+        """Token ids of a text; special tokens in it are encoded as ordinary text."""
         cuts = [0, *(match.start() + 1 for match in self._controls.finditer(text)), len(text)]
         return [token for start, end in pairwise(cuts) for token in self._tokens(text[start:end])]
 
@@ -98,7 +98,7 @@ class _Spellings:
 
 
 def shorten_reason(text: str) -> str:
-    """The reason in an error message of the library, without the state and the source that follow it."""
+    """The reason in a library's error message, without the state and the source that follow."""
     text = re.split(r"<state>|<non-verbose/>|⟦|\n *[0-9]+ \|", text)[0]
     text = " ".join(text.split())
     return text if len(text) <= _REASON_LENGTH else text[:_REASON_LENGTH] + "..."

@@ -1,1 +1,1 @@
-"""The machine: processor, memory, GPUs, engines' libraries, and the folder of what is kept."""
+"""The machine: processor, memory, GPUs, the engines' libraries, and the cache folder."""

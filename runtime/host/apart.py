@@ -1,4 +1,4 @@
-"""Functions called in processes of their own, which may crash, hang or take all memory without harm to the caller."""
+"""Call functions in separate processes, which may crash, hang or take all memory without harm to the caller."""
 
 import importlib
 import json
@@ -15,17 +15,17 @@ from typing import IO, Any, NamedTuple
 
 from llmc.errors import LlmcError
 
-# It sees the modules that this process sees, and no others: not those of the folder that it was started in.
+# The process sees the same modules as this one, and none from its working folder.
 CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from llmc.runtime.host.apart import answer; "
     "answer(*json.loads(sys.argv[2]))"
 )
-# A process in an uninterruptible call of a driver cannot be ended; nobody waits longer for it.
+# A process inside an uninterruptible driver call cannot be killed; wait no longer for it than this.
 GRACE_S = 1.0
 
 
 class ApartError(Exception):
-    """The function gave no result: it refused (``refused``, in llmc's own words), failed, or its process ended."""
+    """The function gave no result: it refused (``refused``, with llmc's own message), failed, or its process ended."""
 
     def __init__(self, message: str, refused: bool = False) -> None:
         super().__init__(message)
@@ -36,28 +36,28 @@ def call_apart(function: str, *arguments: Any, seconds: float, memory: int) -> A
     """The result of ``function`` (as ``llmc.module:name``) in a fresh interpreter, which takes some tenths of a second.
 
     Args:
-        arguments: what JSON can hold, as is the result.
-        seconds: how long it may take, the start included.
-        memory: bytes of address space that it may take.
+        arguments: JSON values, like the result.
+        seconds: time limit, including the start.
+        memory: limit of the address space in bytes.
 
     Raises:
         ApartError: it gave no result.
         OSError: no process can be started.
     """
-    found = run_apart({function: command(function, *arguments, memory=memory)}, seconds)[function]
-    if "result" in found:
-        return found["result"]
-    raise ApartError(str(found.get("refused") or found.get("problem")), "refused" in found)
+    answer_ = run_apart({function: command(function, *arguments, memory=memory)}, seconds)[function]
+    if "result" in answer_:
+        return answer_["result"]
+    raise ApartError(str(answer_.get("refused") or answer_.get("problem")), "refused" in answer_)
 
 
 def command(function: str, *arguments: Any, memory: int = 0) -> list[str]:
-    """The command that calls a function apart; ``memory`` 0 is without a bound."""
+    """The command that calls a function in another process; ``memory`` 0 sets no limit."""
     path = json.dumps([entry for entry in sys.path if entry])
     return [sys.executable, "-c", CODE, path, json.dumps([function, arguments, memory])]
 
 
 def answer(function: str, arguments: list[Any], memory: int) -> None:
-    """Call ``function`` in this process, which ends soon, and write what comes of it as JSON on stdout.
+    """Call ``function`` in this short-lived process and write the outcome as JSON to stdout.
 
     What libraries print goes to stderr.
     """
@@ -66,16 +66,16 @@ def answer(function: str, arguments: list[Any], memory: int) -> None:
     if memory:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads reserve memory, each for itself
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each of its threads reserves memory
     module, _, name = function.partition(":")
     try:
-        found = {"result": getattr(importlib.import_module(module), name)(*arguments)}
+        outcome = {"result": getattr(importlib.import_module(module), name)(*arguments)}
     except LlmcError as error:
-        found = {"refused": str(error)}
-    except BaseException as error:  # noqa: BLE001 (a panic of a library, too, is only an answer here)
-        found = {"problem": f"{type(error).__name__}: {error!s:.300}"}
+        outcome = {"refused": str(error)}
+    except BaseException as error:  # noqa: BLE001 (a panic of a library is an outcome, too)
+        outcome = {"problem": f"{type(error).__name__}: {error!s:.300}"}
     with os.fdopen(stdout, "w", encoding="utf-8") as file:
-        file.write(json.dumps(found))
+        file.write(json.dumps(outcome))
 
 
 # ------------------------------------------------------------------------------------------------------------ processes
@@ -88,7 +88,7 @@ class _Started(NamedTuple):
 
 
 def run_apart(commands: Mapping[str, Sequence[str]], seconds: float) -> dict[str, dict[str, Any]]:
-    """The answer of each command, all run at the same time; one that gives none is described in its place."""
+    """The answer of each command, all run at the same time; a command without one gets a description of its failure."""
     deadline = time.monotonic() + seconds
     with ExitStack() as files:
         started = {name: _start(command, files) for name, command in commands.items()}
@@ -96,13 +96,13 @@ def run_apart(commands: Mapping[str, Sequence[str]], seconds: float) -> dict[str
 
 
 def _start(command: Sequence[str], files: ExitStack) -> _Started:
-    # Files and not pipes: a process that cannot be ended would hold a pipe, and whoever reads it.
+    # Files, not pipes: a process that cannot be killed would hold the pipe and block its reader.
     out, err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))  # noqa: SIM115
     environment = {**os.environ, "ORT_DISABLE_TELEMETRY": "1"}
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
     )
-    files.callback(_end, process)  # of one that is still there, where the caller is interrupted
+    files.callback(_end, process)  # if the caller is interrupted
     return _Started(process, out, err)
 
 
@@ -116,11 +116,11 @@ def _answer(step: _Started, deadline: float, seconds: float) -> dict[str, Any]:
     end = f"ended by {names.get(-code, f'signal {-code}')}" if code < 0 else f"ended with exit code {code}"
     step.out.seek(0)
     try:
-        found = dict(json.loads(step.out.read()))
+        answer_ = dict(json.loads(step.out.read()))
     except (TypeError, ValueError):
         return {"state": "crashed", "problem": _with_last_words(end, step.err)}
-    # After it had answered, as some libraries do when they are unloaded.
-    return found | ({"problem": end} if code else {})
+    # Some libraries crash when they are unloaded, after the answer.
+    return answer_ | ({"problem": end} if code else {})
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -130,11 +130,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(GRACE_S)
     except subprocess.TimeoutExpired:
-        process.returncode = -signal.SIGKILL  # it goes when the driver lets it; Popen must not complain until then
+        process.returncode = -signal.SIGKILL  # it ends when the driver lets it; keeps Popen from complaining
 
 
 def _with_last_words(what: str, err: IO[bytes]) -> str:
-    """The event, and the last line that the process wrote on stderr."""
+    """The event, with the last line that the process wrote to stderr."""
     err.seek(0)
     lines = err.read().decode(errors="replace").strip().splitlines()
     return f"{what}; last it said: {lines[-1][:300]}" if lines else what

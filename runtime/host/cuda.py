@@ -1,7 +1,7 @@
-"""The CUDA driver in the few calls that a session needs: memory, copies, a stream and graphs of recorded work.
+"""The calls of the CUDA driver that a session needs: memory, copies, streams and CUDA graphs.
 
-Built on NVIDIA's ``cuda-bindings``, imported when a driver is opened. All work goes to streams of our own, never to the
-default one. Not run on a GPU yet.
+Built on NVIDIA's ``cuda-bindings``, imported when a driver is opened. All work goes to this module's own streams, never
+to the default one. Not run on a GPU yet.
 """
 
 import logging
@@ -16,11 +16,11 @@ from llmc.errors import GpuError, LlmcError, MissingExtraError, ResourceError, i
 log = logging.getLogger(__name__)
 
 OUT_OF_MEMORY = 2
-# After these nothing works in the context any more, and in some cases in the process: the memory of a kernel was
-# touched in a wrong place, the watchdog ended it, the device went away. CUDA's documentation of CUresult lists them.
+# After these errors the context, or even the process, is unusable: a kernel accessed wrong memory, the watchdog ended
+# it, or the device went away. CUDA's documentation of CUresult lists them.
 STICKY = frozenset({4, 46, 201, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 720, 721, 999})
 EMULATE = "llmc run, verify and eval take --emulate, which runs a bundle's graph on the CPU, slowly"
-# Of codes that mean that there is nothing to work with: what to do.
+# Advice by error code, for errors that mean that no GPU can be used.
 ADVICE = {
     34: "libcuda is the stub of the toolkit; remove the toolkit's stubs folder from LD_LIBRARY_PATH",
     46: "the GPU is in use or unavailable; check nvidia-smi for exclusive mode or a process that holds it",
@@ -31,16 +31,16 @@ ADVICE = {
     999: "the driver failed to start; restart the machine or reload the nvidia kernel modules",
 }
 MB = 1_000_000
-# Bytes of each of two buffers that copies are timed with. Less than the least would stay in a large GPU's cache.
+# Bytes of each of the two buffers for timing copies. Smaller ones would stay in a large GPU's cache.
 COPIED, LEAST_COPIED = 1 << 30, 64 << 20
 COPIES = 20
 
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """A GPU: its compute capability, as 8.7, memory in bytes, and the newest CUDA that the driver speaks, as 13.0.
+    """A GPU: compute capability (such as 8.7), memory in bytes, and the newest CUDA that the driver supports (13.0).
 
-    The memory of an ``integrated`` GPU is the machine's own, as on a Jetson. ``index`` is its number among the visible.
+    An ``integrated`` GPU uses the machine's memory, as on a Jetson. ``index`` is its number among the visible GPUs.
     """
 
     name: str
@@ -83,18 +83,18 @@ class Driver:
     def _start(self) -> None:
         try:
             self._call("starting CUDA", "cuInit", 0)
-        except RuntimeError as error:  # cuda-bindings' own: libcuda is missing, or lacks a function
+        except RuntimeError as error:  # raised by cuda-bindings: libcuda is missing, or lacks a function
             raise GpuError(
-                f"no NVIDIA driver is here ({' '.join(str(error).split())[:200]}); install it, or build for the "
-                f"target cpu; {EMULATE}; llmc doctor tells what else is missing"
+                f"no NVIDIA driver was found ({' '.join(str(error).split())[:200]}); install it, or build for the "
+                f"target cpu; {EMULATE}; llmc doctor lists what else is missing"
             ) from error
-        found, needed = int(self._call("asking for the version", "cuDriverGetVersion")), int(self._api.CUDA_VERSION)
-        if found // 1000 < needed // 1000:
+        version, needed = int(self._call("asking for the version", "cuDriverGetVersion")), int(self._api.CUDA_VERSION)
+        if version // 1000 < needed // 1000:
             raise GpuError(
-                f"the driver speaks CUDA {_format_version(found)}, the installed cuda-bindings want {needed // 1000}.0 "
-                f"or newer; pip install 'cuda-bindings<{needed // 1000}', or update the driver"
+                f"the driver supports CUDA {_format_version(version)}, the installed cuda-bindings need "
+                f"{needed // 1000}.0 or newer; pip install 'cuda-bindings<{needed // 1000}', or update the driver"
             )
-        self._version = _format_version(found)
+        self._version = _format_version(version)
 
     def _describe(self) -> DeviceInfo:
         attributes = self._api.CUdevice_attribute
@@ -116,31 +116,31 @@ class Driver:
         )
 
     def activate(self) -> None:
-        """Make this thread ready for CUDA calls, also those of libraries; once for each thread.
+        """Prepare this thread for CUDA calls, also those of libraries; needed once per thread.
 
-        ONNX Runtime records CUDA graphs in global mode, in which calls of all other threads that take memory or wait
-        fail (error 900) and spoil the recording. Threads in thread-local mode are exempt.
+        While ONNX Runtime records a CUDA graph in global mode, calls of other threads that allocate or wait fail (error
+        900) and spoil the recording. Threads in thread-local mode are exempt.
         """
         if not getattr(self._local, "active", False):
             self._call("using the GPU", "cuCtxSetCurrent", self._context)
-            own = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-            self._call("using the GPU", "cuThreadExchangeStreamCaptureMode", own)
+            thread_local = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+            self._call("using the GPU", "cuThreadExchangeStreamCaptureMode", thread_local)
             self._local.active = True
 
     def memory_info(self) -> tuple[int, int]:
-        """Bytes of the GPU's memory: free, and all."""
+        """Bytes of the GPU's memory: free, and total."""
         free, total = self._call_bound("asking for free memory", "cuMemGetInfo")
         return int(free), int(total)
 
     def alloc(self, size: int) -> int:
-        """Device memory, aligned to 256 bytes at least; its contents are undefined."""
+        """Allocate device memory, aligned to at least 256 bytes; its contents are undefined."""
         return int(self._call_bound(f"allocating {size} bytes of GPU memory", "cuMemAlloc", size))
 
     def free(self, address: int) -> None:
         self._call_bound("freeing GPU memory", "cuMemFree", address)
 
     def alloc_host(self, size: int) -> int:
-        """Pinned host memory; on an integrated GPU the device reads and writes it in place."""
+        """Allocate pinned host memory; an integrated GPU accesses it in place."""
         flags = int(self._api.CU_MEMHOSTALLOC_PORTABLE)
         if self._info.integrated:
             flags |= int(self._api.CU_MEMHOSTALLOC_DEVICEMAP)
@@ -154,7 +154,7 @@ class Driver:
         return int(self._call_bound("mapping pinned memory", "cuMemHostGetDevicePointer", host, 0))
 
     def stream(self) -> int:
-        """A new stream, which does not wait for the default one."""
+        """A new stream that does not wait for the default one."""
         flags = int(self._api.CUstream_flags.CU_STREAM_NON_BLOCKING)
         return int(self._call_bound("making a stream", "cuStreamCreate", flags))
 
@@ -162,17 +162,17 @@ class Driver:
         self._call_bound("freeing a stream", "cuStreamDestroy", stream)
 
     def synchronize(self, stream: int) -> None:
-        """Wait until all work of the stream is done; errors of that work are raised here."""
+        """Wait until all work of the stream is done; raise its errors."""
         self._call_bound("waiting for the GPU", "cuStreamSynchronize", stream)
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
-        """Copy bytes in any direction, in the order of the stream: host and device share one space of addresses."""
+        """Copy bytes in any direction, in stream order: host and device share one address space."""
         self._call_bound("copying", "cuMemcpyAsync", target, source, size, stream)
 
     def copy_2d(
         self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int, stream: int
     ) -> None:
-        """Copy ``height`` rows of ``width`` bytes whose starts lie a pitch apart."""
+        """Copy ``height`` rows of ``width`` bytes whose starts are a pitch apart."""
         order = self._api.CUDA_MEMCPY2D()
         order.srcMemoryType = order.dstMemoryType = self._api.CUmemorytype.CU_MEMORYTYPE_UNIFIED
         order.srcDevice, order.srcPitch = source, source_pitch
@@ -184,12 +184,12 @@ class Driver:
         self._call_bound("clearing memory", "cuMemsetD8Async", address, 0, size, stream)
 
     def begin_capture(self, stream: int) -> None:
-        """Record this thread's work on the stream; other threads may go on allocating."""
+        """Record this thread's work on the stream; other threads may allocate meanwhile."""
         mode = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         self._call_bound("recording a CUDA graph", "cuStreamBeginCapture", stream, mode)
 
     def end_capture(self, stream: int) -> int:
-        """End the recording, and make it ready to launch."""
+        """End the recording and make it ready to launch."""
         graph = self._call_bound("recording a CUDA graph", "cuStreamEndCapture", stream)
         try:
             return int(self._call_bound("preparing a CUDA graph", "cuGraphInstantiate", graph, 0))
@@ -197,13 +197,14 @@ class Driver:
             self._call_bound("freeing a CUDA graph", "cuGraphDestroy", graph)
 
     def drop_capture(self, stream: int) -> None:
-        """End a recording that failed, if it left the stream recording: it would take up, and not do, later work."""
-        with suppress(GpuError):  # the stream does not record, or ending says again what failed
+        """End a failed recording, if the stream still records: it would otherwise record later work without doing
+        it."""
+        with suppress(GpuError):  # the stream does not record, or the same error is raised again
             graph = self._call_bound("dropping a CUDA graph", "cuStreamEndCapture", stream)
             self._call_bound("dropping a CUDA graph", "cuGraphDestroy", graph)
 
     def launch(self, graph: int, stream: int) -> None:
-        """Do recorded work, in the order of the stream."""
+        """Launch recorded work, in stream order."""
         self._call_bound("launching a CUDA graph", "cuGraphLaunch", graph, stream)
 
     def destroy_graph(self, graph: int) -> None:
@@ -212,14 +213,14 @@ class Driver:
     def copy_bandwidth(self) -> float:
         """Bytes per second that the GPU reads and writes while it copies within its memory.
 
-        Buffers have 1 GiB each, or a quarter of what is free. Raises ResourceError: that is too little to tell.
+        Buffers have 1 GiB each, or a quarter of the free memory. Raises ResourceError: too little memory is free.
         """
         free, _ = self.memory_info()
         size = min(COPIED, free // 4)
         if size < LEAST_COPIED:
             raise ResourceError(
                 f"timing copies takes {4 * LEAST_COPIED // MB} MB of free GPU memory, {free // MB} MB are free; end "
-                "what fills the GPU"
+                "processes that use the GPU"
             )
         with ExitStack() as stack:
             buffers = []
@@ -233,7 +234,7 @@ class Driver:
                 events.append(self._call_bound("making an event", "cuEventCreate", 0))
                 stack.callback(self._call_bound, "freeing an event", "cuEventDestroy", events[-1])
             (target, source), (start, end) = buffers, events
-            self.copy(target, source, size, stream)  # the first one also wakes the GPU; it is not timed
+            self.copy(target, source, size, stream)  # the first copy, which wakes the GPU, is not timed
             self._call_bound("timing copies", "cuEventRecord", start, stream)
             for _ in range(COPIES):
                 self._call_bound("timing copies", "cuMemcpyDtoDAsync", target, source, size, stream)
@@ -243,15 +244,15 @@ class Driver:
         return 2 * COPIES * size / (milliseconds / 1000)
 
     def close(self) -> None:
-        """Let go of the primary context; twice is harmless."""
+        """Release the primary context; closing twice is harmless."""
         if self._context is not None:
             self._context = None
             self._local = threading.local()
-            with suppress(LlmcError):  # a lost context cannot be released, and nothing can be done about it
+            with suppress(LlmcError):  # a lost context cannot be released
                 self._call("closing the GPU", "cuDevicePrimaryCtxRelease", self._device)
 
     def _call_bound(self, doing: str, function: str, *arguments: Any) -> Any:
-        """Call the driver with the context made current: this thread may not have used the GPU before."""
+        """Call the driver with the context current: this thread may not have used the GPU before."""
         if self._lost is not None:
             raise GpuError(self._lost, lost=True)
         if self._context is None:
@@ -260,11 +261,11 @@ class Driver:
         return self._call(doing, function, *arguments)
 
     def _call(self, doing: str, function: str, *arguments: Any) -> Any:
-        """The values of a call of the API without its CUresult: nothing, one, or a tuple."""
+        """The results of an API call without its CUresult: nothing, one value, or a tuple."""
         call: Callable[..., tuple[Any, ...]] = getattr(self._api, function)
         try:
             code, *values = call(*arguments)
-        except ValueError as error:  # the driver is newer than the bindings, which do not know its code
+        except ValueError as error:  # the driver is newer than the bindings and returned a code unknown to them
             raise GpuError(f"{doing} failed ({error}); see llmc doctor") from error
         if int(code):
             raise self._error(doing, int(code), _name(code))
@@ -276,7 +277,7 @@ class Driver:
         advice = ADVICE.get(code)
         if code in STICKY and self._context is not None:
             self._lost = (
-                f"the GPU's context was lost while {doing} ({name}); start the process again, and check dmesg for Xid "
+                f"the GPU's context was lost while {doing} ({name}); restart the process, and check dmesg for Xid "
                 "messages if it happens twice"
             )
             return GpuError(self._lost, lost=True)
@@ -288,7 +289,7 @@ class Driver:
 
 
 def open_driver(index: int = 0) -> Driver:
-    """A visible GPU by its number; MissingExtraError or GpuError says what is missing or broken, and what to do."""
+    """Open a visible GPU by its number. Raises MissingExtraError, GpuError: what is missing or broken, with advice."""
     try:
         api = require("cuda.bindings.driver", "gpu")
     except MissingExtraError as error:
@@ -309,6 +310,6 @@ def _format_version(version: int) -> str:
 
 
 def _name(code: Any) -> str:
-    """CUDA_ERROR_UNKNOWN (999), or only the number where the bindings do not know it."""
+    """CUDA_ERROR_UNKNOWN (999), or only the number if the bindings do not know it."""
     name = getattr(code, "name", "")
     return f"{name}, {int(code)}" if name else f"CUDA error {int(code)}"

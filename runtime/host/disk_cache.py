@@ -1,7 +1,8 @@
-"""Work that is kept between runs: self-tests passed, calibrations, compiled kernels, timings of kernels.
+"""Results kept between runs: passed self-tests, calibrations, compiled kernels and kernel timings.
 
-``$LLMC_CACHE``, else ``$XDG_CACHE_HOME/llmc``, else ``~/.cache/llmc``; below it a folder per kind, in it one entry (a
-folder) per key. Everything in it can be made again, so it may be deleted at any time, also while llmc runs.
+The folder is ``$LLMC_CACHE``, else ``$XDG_CACHE_HOME/llmc``, else ``~/.cache/llmc``; it has one folder per kind, with
+one entry (a folder) per key. Every entry can be made again, so the cache may be deleted at any time, also while llmc
+runs.
 """
 
 import atexit
@@ -22,13 +23,13 @@ from llmc.strict import open_regular
 
 log = logging.getLogger(__name__)
 
-# Another process may be about to open, or still be filling, what it asked for a moment ago.
+# Another process may just have asked for an entry, and be about to open or fill it.
 RECENT_S = 600.0
 STAGING = ".staging-"
-ENTRY_BYTES = 1000  # what an entry itself counts: some are empty
-PASSED_BYTES = 1_000_000  # of each kind of :func:`once`
+ENTRY_BYTES = 1000  # added to an entry's size: some are empty
+PASSED_BYTES = 1_000_000  # for each kind of :func:`once`
 
-_used: set[Path] = set()  # entries of this process, which it never prunes
+_used: set[Path] = set()  # entries of this process, which it never removes
 
 
 def cache_root() -> Path:
@@ -41,7 +42,7 @@ def cache_root() -> Path:
 def entry(kind: str, key: str) -> Path:
     """The folder for ``key`` among entries of ``kind``, marked as used now; it need not exist.
 
-    Where the cache cannot be written the folder lies in a temporary one, which goes when this process ends.
+    If the cache cannot be written, the folder is a temporary one, deleted when this process ends.
     """
     root = cache_root()
     path = (root if _writable(root) else _temporary()) / kind / key
@@ -52,10 +53,10 @@ def entry(kind: str, key: str) -> Path:
 
 
 class Hold:
-    """Keeps an entry that exists from :func:`prune` of any process, until it is released, or goes with its owner.
+    """Protects an existing entry from :func:`prune` of any process, until it is released or garbage collected.
 
-    It is a lock on the folder, which ends with the process. Some network file systems have none: there an entry is
-    only safe for :data:`RECENT_S` after it was asked for.
+    It is a lock on the folder, which ends with the process. Some network file systems have no locks: there an entry is
+    only protected for :data:`RECENT_S` after it was asked for.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,15 +67,15 @@ class Hold:
             lock_file(descriptor, shared=True)
 
     def release(self) -> None:
-        """Let it go, marked as used now. A second call does nothing."""
+        """Release the entry, marked as used now. A second call does nothing."""
         self._release()
 
 
 @contextmanager
 def write_entry(path: Path) -> Iterator[Path]:
-    """Give the name of an empty file to write, which takes the place of ``path`` when the block ends without an error.
+    """Yield the name of a file to write; it replaces ``path`` if the block ends without an error.
 
-    It lies in the same folder, which must exist. What killed processes leave there :func:`prune` clears away.
+    It is in the same folder, which must exist. :func:`prune` removes the files of killed processes.
     """
     staging = path.with_name(f"{STAGING}{secrets.token_hex(8)}{path.suffix}")
     staging.touch(exist_ok=False)
@@ -88,14 +89,14 @@ def write_entry(path: Path) -> Iterator[Path]:
 
 
 def read_file(path: Path) -> bytes:
-    """Content of an entry's file; empty if there is none that can be read."""
+    """Content of an entry's file; empty if it cannot be read."""
     with suppress(OSError, ValueError), open_regular(path) as file:
         return file.read()
     return b""
 
 
 def keep_file(path: Path, content: bytes, max_bytes: int) -> None:
-    """Write an entry's file and :func:`prune` its kind; where that fails, nothing is kept and the log says so."""
+    """Write an entry's file and :func:`prune` its kind; a failure is only logged."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with write_entry(path) as staging:
@@ -119,7 +120,7 @@ def once(kind: str, key: str, check: Callable[[], object], *, always: bool = Fal
 
 
 def remove(path: Path) -> None:
-    """Remove an entry: at once for whoever looks at it, whatever becomes of its files."""
+    """Remove an entry: for others it vanishes at once, even if deleting its files fails."""
     with suppress(OSError):
         aside = Path(tempfile.mkdtemp(prefix=STAGING, dir=path.parent))
         with suppress(OSError):
@@ -128,11 +129,11 @@ def remove(path: Path) -> None:
 
 
 def prune(kind: str, max_bytes: int) -> None:
-    """Remove what killed processes left of ``kind``, and its least recently used entries until ``max_bytes`` are kept.
+    """Remove the leftovers of killed processes, and the least recently used entries beyond ``max_bytes``, of ``kind``.
 
-    What this process asked for stays, and so does what another one holds, or used in the last :data:`RECENT_S`.
+    Entries that this process asked for stay, and those that another one holds or used in the last :data:`RECENT_S`.
     """
-    with suppress(FileNotFoundError):  # others remove and publish meanwhile: the next one prunes the rest
+    with suppress(FileNotFoundError):  # other processes remove and publish, too: the next call prunes the rest
         folder = cache_root() / kind
         for path in [*folder.glob(f"{STAGING}*"), *folder.glob(f"[!.]*/{STAGING}*")]:
             _remove_unused(path)
@@ -166,7 +167,7 @@ def _release(descriptor: int) -> None:
 
 @cache
 def _writable(root: Path) -> bool:
-    """True if what is written there stays there; warns once where it cannot be written."""
+    """True if files written there persist; otherwise warn once."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):

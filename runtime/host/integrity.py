@@ -1,4 +1,4 @@
-"""A bundle's files held against what is known of them, each time or once: a machine remembers what passed."""
+"""Check a bundle's files against their hashes, each time or once per machine."""
 
 import hashlib
 import json
@@ -17,20 +17,19 @@ KIND = "integrity"
 
 
 def check_once(what: str, files: Iterable[Path], check: Callable[[], None], *, always: bool = False) -> None:
-    """Call ``check`` unless the cache knows that it passed for these very files and ``what``, or ``always``.
+    """Call ``check`` unless the cache knows that it passed for exactly these files and ``what``, or if ``always``.
 
-    The same are those of the same sizes, times of change and inodes. A failure is not remembered.
+    Files are the same if size, times of change and inode are. A failure is not remembered.
     """
     stats = [(str(path.name), path.stat()) for path in files]
-    found = [(name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev) for name, s in stats]
-    disk_cache.once(KIND, hashlib.sha256(json.dumps([what, found]).encode()).hexdigest()[:32], check, always=always)
+    states = [(name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev) for name, s in stats]
+    disk_cache.once(KIND, hashlib.sha256(json.dumps([what, states]).encode()).hexdigest()[:32], check, always=always)
 
 
 def check_files(folder: Path, manifest: Manifest, wanted: bool | None) -> None:
-    """Hash every file (true), none (false), or (None) samples of each, the first time.
+    """Hash every file (True), none (False), or (None) samples of each, the first time only.
 
-    Where a machine looks depends on nothing but the machine and the bundle, so that damage is found again, and differs
-    from machine to machine.
+    The samples depend only on the machine and the bundle, so that damage is found again, and differ between machines.
 
     Raises:
         BundleError: a file differs from what was built, or cannot be read.

@@ -1,4 +1,4 @@
-"""This process's share of the machine: processors by affinity and quota, memory by cgroup, CPU features."""
+"""The part of the machine that this process may use: processors, memory, CPU features."""
 
 import ctypes
 import math
@@ -10,12 +10,12 @@ from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
 CPUINFO = Path("/proc/cpuinfo")
-# Linux's names of the instructions that multiply uint8 by int8 and add in 32 bits.
+# Linux's names for the instructions that multiply uint8 by int8 and add in 32 bits.
 VNNI_FLAGS = {"avx512_vnni", "avx_vnni"}
 
 
 def usable_threads() -> int:
-    """Threads worth starting: the affinity mask, cut by the cgroup's CPU quota; at least 1."""
+    """Number of threads worth starting: the affinity mask, limited by the cgroup's CPU quota; at least 1."""
     affinity, fields = len(os.sched_getaffinity(0)), " ".join(_lines(CGROUP / "cpu.max")).split()
     if len(fields) != 2 or fields[0] == "max":
         return affinity
@@ -24,14 +24,14 @@ def usable_threads() -> int:
 
 @dataclass(frozen=True)
 class Available:
-    """Bytes that may be taken, and what sets the limit: machine, cgroup or --memory."""
+    """Available bytes, and what limits them: machine, cgroup or --memory."""
 
     bytes: int
     source: str
 
 
 def memory_here() -> Available:
-    """Memory that can be taken now without swapping: free memory of the machine, cut by the cgroup's limit."""
+    """Memory that can be taken now without swapping: the machine's free memory, limited by the cgroup."""
     free, granted = kilobytes(Path("/proc/meminfo"), "MemAvailable") or 1 << 62, _cgroup_available()
     return Available(free, "machine") if granted is None or free <= granted else Available(granted, "cgroup")
 
@@ -46,13 +46,13 @@ def cpu_flags() -> list[str]:
 
 
 def saturates() -> bool:
-    """True of a CPU that adds products of uint8 and int8 in 16 bits: x86 without VNNI. Arm adds in 32 bits."""
+    """True if the CPU adds products of uint8 and int8 in 16 bits: x86 without VNNI. Arm adds in 32 bits."""
     return platform.machine() == "x86_64" and VNNI_FLAGS.isdisjoint(cpu_flags())
 
 
 def return_freed_memory() -> None:
-    """Give unused pages back: glibc keeps 60 MB of what parsing 150,000 tokens took, and more than the weights of a
-    graph where these became uint8."""
+    """Return unused pages to the system: glibc keeps 60 MB after 150,000 tokens were parsed, and more than the weights
+    after a graph's were converted to uint8."""
     with suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -68,19 +68,19 @@ def resident_bytes() -> tuple[int, int]:
 
 
 def kilobytes(path: Path, name: str) -> int | None:
-    """The bytes of the line ``name: 123 kB`` in a file of the kernel's; None where there is none."""
+    """The bytes in the line ``name: 123 kB`` of a kernel file; None if it is missing."""
     value = _value(path, name)
     return int(value.split()[0]) * 1024 if value else None
 
 
 def _value(path: Path, name: str) -> str:
-    """The text behind ``name:`` in the first such line of a file."""
+    """The text after ``name:`` in the first such line of a file."""
     lines = (line.partition(":") for line in _lines(path))
     return next((value.strip() for key, _, value in lines if key.strip() == name), "")
 
 
 def _cgroup_available() -> int | None:
-    """Bytes that the cgroup's limit leaves; pages of files count as free, since the kernel drops them first."""
+    """Bytes below the cgroup's limit; file pages count as free, since the kernel drops them first."""
     most = "".join(_lines(CGROUP / "memory.max")).strip()
     if not most or most == "max":
         return None

@@ -1,4 +1,4 @@
-"""The CUDA driver and its GPUs, examined by a process of its own, which a broken driver may end or hold for ever.
+"""Examine the CUDA driver and its GPUs in a separate process, which a broken driver may crash or hang.
 
 It needs neither cuda-bindings nor an engine's library.
 """
@@ -10,19 +10,19 @@ from typing import Any
 
 from llmc.runtime.host.apart import command, run_apart
 
-# A first use of a GPU reads libraries of hundreds of megabytes: a builder took 7 s to make on a server with a T4, and a
-# small board with a cold disk is not to be taken for hanging.
+# The first use of a GPU reads libraries of hundreds of megabytes: making a builder took 7 s on a server with a T4, and
+# a small board with a cold disk must not count as hung.
 TIMEOUT_S = 90.0
 DRIVER_LIBRARY = "libcuda.so.1"
-# Of cuda.h: CUdevice_attribute.
+# Constants of cuda.h: CUdevice_attribute.
 COMPUTE_MAJOR, COMPUTE_MINOR, INTEGRATED = 75, 76, 18
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU as the CUDA driver describes it; bytes, and ``free_memory`` only of the first one.
+    """A GPU as the CUDA driver describes it; sizes in bytes; ``free_memory`` is only known for the first one.
 
-    ``integrated`` tells that its memory is the machine's, as on a Jetson.
+    ``integrated`` is True if its memory is the machine's, as on a Jetson.
     """
 
     index: int
@@ -35,24 +35,19 @@ class Device:
 
 @dataclass(frozen=True)
 class Driver:
-    """The CUDA driver: the CUDA ``version`` that it serves, and its GPUs.
+    """The CUDA driver: the CUDA ``version`` that it supports, and its GPUs."""
 
-    Attributes:
-        state: ok, missing (there is none), failed (it returned an error), crashed (it ended its process) or hung.
-        problem: what went wrong.
-    """
-
-    state: str
-    problem: str
+    state: str  # ok, missing, failed (it returned an error), crashed (it ended its process) or hung
+    problem: str  # what went wrong
     version: str = ""
     devices: tuple[Device, ...] = ()
 
 
 def probe_driver(timeout_s: float = TIMEOUT_S) -> Driver:
-    """Examine the driver; takes a tenth of a second where there is none."""
+    """Examine the driver; takes a tenth of a second if there is none."""
     answer = run_apart({"driver": command(f"{__name__}:describe_driver")}, timeout_s)["driver"]
-    found = answer.get("result") or {"state": "failed", **answer}
-    return Driver(**{**found, "devices": tuple(Device(**device) for device in found.get("devices", ()))})
+    fields = answer.get("result") or {"state": "failed", **answer}
+    return Driver(**{**fields, "devices": tuple(Device(**device) for device in fields.get("devices", ()))})
 
 
 def describe_driver() -> dict[str, Any]:
@@ -63,11 +58,11 @@ def describe_driver() -> dict[str, Any]:
 
 
 class DriverError(Exception):
-    """A call of the driver returned an error; the message names the call and the error."""
+    """A driver call returned an error; the message names both."""
 
 
 class Calls:
-    """The driver's functions, each checked."""
+    """The driver's functions with checked results."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -80,31 +75,31 @@ class Calls:
             raise DriverError(f"{name}: {(text.value or b'unknown error').decode()} ({code})")
 
     def number(self, name: str, *arguments: Any) -> int:
-        """The int that a function writes where its first argument points."""
+        """The int that a function writes to its first argument."""
         value = ctypes.c_int()
         self(name, ctypes.byref(value), *arguments)
         return value.value
 
 
 def driver(load: Callable[[str], Any] = ctypes.CDLL) -> Driver:
-    """The CUDA version that the driver serves, and its GPUs."""
+    """The CUDA version that the driver supports, and its GPUs."""
     try:
         call = Calls(load(DRIVER_LIBRARY))
     except OSError as error:
         return Driver("missing", str(error))
-    found = Driver("ok", "")
+    driver_info = Driver("ok", "")
     try:
         version = call.number("cuDriverGetVersion")
-        found = replace(found, version=f"{version // 1000}.{version % 1000 // 10}")
+        driver_info = replace(driver_info, version=f"{version // 1000}.{version % 1000 // 10}")
         call("cuInit", 0)
         devices = tuple(_device(call, index) for index in range(call.number("cuDeviceGetCount")))
-        found = replace(found, devices=devices)
+        driver_info = replace(driver_info, devices=devices)
         if devices:
             first = replace(devices[0], free_memory=_free_memory(call))
-            found = replace(found, devices=(first, *devices[1:]))
+            driver_info = replace(driver_info, devices=(first, *devices[1:]))
     except DriverError as error:
-        return replace(found, state="failed", problem=str(error))
-    return found
+        return replace(driver_info, state="failed", problem=str(error))
+    return driver_info
 
 
 def _device(call: Calls, index: int) -> Device:
@@ -119,7 +114,7 @@ def _device(call: Calls, index: int) -> Device:
 
 
 def _free_memory(call: Calls) -> int:
-    """Free memory of the first device; the query needs a context, which takes memory and time itself."""
+    """Free memory of the first device; asking needs a context, which takes memory and time."""
     context, free, total = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
     device = call.number("cuDeviceGet", 0)
     call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)

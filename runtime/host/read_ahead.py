@@ -1,4 +1,4 @@
-"""Pages of files: asked for before they are read, so that the disk is busy meanwhile, and let go of afterwards."""
+"""Read pages of files ahead, so that the disk works meanwhile, and drop them after use."""
 
 import mmap
 import os
@@ -14,21 +14,21 @@ from llmc.runtime.host import threads
 from llmc.runtime.host.machine import available_memory
 from llmc.strict import open_regular
 
-# Bytes asked for at a time: Linux takes no more of a request than the disk's own read-ahead or its longest transfer,
-# of which the smaller ones are about this size.
+# Bytes per request: Linux reads no more than the disk's own read-ahead or longest transfer, and small ones are about
+# this size.
 STEP = 256 << 10
-# The part of the memory that is free that may be filled: more would push out what is still to be read.
+# Largest file to read ahead, as a part of free memory: more would push out pages that are still to be read.
 SHARE = 0.5
-# Between two calls that let go of what was read: a thread that packs weights reads some 15 MB meanwhile.
+# Seconds between two drops of pages: a thread that packs weights reads some 15 MB in this time.
 PAUSE_S = 0.01
 
 
 @contextmanager
 def read_ahead(path: Path) -> Iterator[None]:
-    """Have the disk read a file into the page cache, from start to end, while the block runs.
+    """Let the disk read a file into the page cache, from start to end, while the block runs.
 
-    What is mapped is otherwise read where it is touched, and while something is computed nothing is read. A file that
-    is missing, or larger than :data:`SHARE` of the memory that is available, is left alone.
+    A mapped file is otherwise read only when it is touched, and the disk idles during computation. A file that is
+    missing, or larger than :data:`SHARE` of the available memory, is left alone.
     """
 
     def ask(ended: threading.Event) -> None:
@@ -47,8 +47,8 @@ def read_ahead(path: Path) -> Iterator[None]:
 
 @contextmanager
 def read_once(file: mmap.mmap) -> Iterator[None]:
-    """Let go of a mapped file's pages again and again while the block runs, which reads each about once: pages count as
-    resident until then. They stay in the page cache."""
+    """Drop a mapped file's pages regularly while the block runs, which reads each about once: pages count as resident
+    until then. They stay in the page cache."""
 
     def drop(ended: threading.Event) -> None:
         while not ended.wait(PAUSE_S):
@@ -61,9 +61,9 @@ def read_once(file: mmap.mmap) -> Iterator[None]:
 
 @contextmanager
 def _run_beside(work: Callable[[threading.Event], None], name: str) -> Iterator[None]:
-    """Run ``work`` in a thread until the block ends, which sets the event that ``work`` is given."""
+    """Run ``work`` in a thread; when the block ends, set the event that ``work`` received."""
     ended, thread = threading.Event(), None
-    with suppress(ResourceError):  # no thread can be started: it only saves time or memory
+    with suppress(ResourceError):  # no thread can be started: only time or memory is lost
         thread = threads.start(partial(work, ended), name, ended.set)
     try:
         yield
@@ -75,7 +75,7 @@ def _run_beside(work: Callable[[threading.Event], None], name: str) -> Iterator[
 
 def _fits(path: Path) -> bool:
     try:
-        found = path.stat()
-    except OSError:  # whoever reads it says so
+        status = path.stat()
+    except OSError:  # the reader of the file reports it
         return False
-    return stat.S_ISREG(found.st_mode) and found.st_size <= SHARE * available_memory()
+    return stat.S_ISREG(status.st_mode) and status.st_size <= SHARE * available_memory()

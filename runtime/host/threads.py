@@ -1,9 +1,9 @@
-"""Threads of llmc's own, told to end and waited for before Python ends.
+"""llmc's own threads, which are stopped and joined before Python ends.
 
-A thread that comes out of a C++ library while Python ends aborts the process
-(https://github.com/python/cpython/issues/87135), so none may be in one by then. The threads are daemons, which
-:mod:`atexit` stops once the application's own threads have ended. ``ThreadPoolExecutor`` is of no use: it takes no work
-once the main thread has ended, and Python's end waits for its threads however long they take.
+A thread that returns from a C++ library while Python ends aborts the process
+(https://github.com/python/cpython/issues/87135), so no thread may be inside one by then. The threads are daemons, which
+:mod:`atexit` stops after the application's own threads have ended. ``ThreadPoolExecutor`` does not help: it accepts no
+work after the main thread has ended, and Python's end waits for its threads without limit.
 """
 
 import atexit
@@ -18,20 +18,20 @@ from llmc.errors import ResourceError
 
 log = logging.getLogger(__name__)
 
-# A step takes milliseconds, so requests usually end by themselves within this time. Calls of the library that take
-# longer are interrupted where the library can do that: ONNX Runtime on the CPU stops before the next node of a graph.
+# A step takes milliseconds, so requests usually end by themselves within this time. Longer calls of a library are
+# interrupted if it can do that: ONNX Runtime on the CPU stops before the next node of a graph.
 GRACE_S = 1.0
-# Python's end waits so long for all threads together. What takes longer, a client's function or a call of a library
-# that cannot be interrupted, is left to the end of the process, which is still SIGABRT if the library is left then.
+# At its end Python waits this long for all threads together. A longer call, of a client's function or of a library that
+# cannot be interrupted, is left running; the process still ends with SIGABRT if it is inside the library then.
 EXIT_S = 10.0
 
-_running: dict[threading.Thread, Callable[[], object]] = {}  # and what tells it to end
+_running: dict[threading.Thread, Callable[[], object]] = {}  # thread: function that stops it
 _interrupts: weakref.WeakKeyDictionary[object, Callable[[], object]] = weakref.WeakKeyDictionary()
 _leaving = False
 
 
 def start(target: Callable[[], object], name: str, stop: Callable[[], object] = lambda: None) -> threading.Thread:
-    """Start a thread that ends before Python does; ``stop`` makes ``target`` return soon, if nobody else does.
+    """Start a thread that ends before Python does; ``stop`` makes ``target`` return soon.
     Raises ResourceError: no thread can be started."""
 
     def run() -> None:
@@ -41,7 +41,7 @@ def start(target: Callable[[], object], name: str, stop: Callable[[], object] = 
             _running.pop(threading.current_thread(), None)
 
     if _leaving:
-        raise ResourceError(f"the thread {name} cannot be started any more: Python is ending; do it earlier")
+        raise ResourceError(f"the thread {name} cannot be started: Python is ending; start it earlier")
     thread = threading.Thread(target=run, name=name, daemon=True)
     _running[thread] = stop
     try:
@@ -51,20 +51,20 @@ def start(target: Callable[[], object], name: str, stop: Callable[[], object] = 
         if not isinstance(error, RuntimeError | MemoryError):
             raise
         raise ResourceError(
-            f"the thread {name} cannot be started ({error}); end other threads or processes, or raise the limit on "
-            "them, and try again"
+            f"the thread {name} cannot be started ({error}); end other threads or processes, or raise their limit, and "
+            "try again"
         ) from error
     return thread
 
 
 def on_leaving(owner: object, interrupt: Callable[[], object]) -> None:
-    """Have ``interrupt`` called if ``owner`` keeps a thread busy when Python ends; it must not hold its owner."""
+    """Call ``interrupt`` if ``owner`` keeps a thread busy when Python ends; it must not reference its owner."""
     _interrupts[owner] = interrupt
 
 
 @atexit.register
 def _leave() -> None:
-    """Tell all threads to end, and wait until they have."""
+    """Stop all threads and join them."""
     global _leaving
     _leaving = True
     for stop in [*_running.values()]:
@@ -75,15 +75,15 @@ def _leave() -> None:
     for interrupt in [*_interrupts.values()]:
         interrupt()
     for thread in _join(began + EXIT_S):
-        log.warning("%s did not end within %g s and is left to the end of the process", thread.name, EXIT_S)
+        log.warning("%s did not end within %g s; the process ends without it", thread.name, EXIT_S)
 
 
 def _join(deadline: float) -> list[threading.Thread]:
-    """Those that still run at the deadline."""
+    """Join threads; return those that still run at the deadline."""
     left = [*_running]
     for thread in left:
         thread.join(max(0.0, deadline - time.monotonic()))
     return [thread for thread in left if thread.is_alive()]
 
 
-os.register_at_fork(after_in_child=_running.clear)  # in a forked process there are none of them
+os.register_at_fork(after_in_child=_running.clear)  # a forked process has none of these threads

@@ -1,1 +1,1 @@
-"""Measurements of requests and of the engine: metrics, their Prometheus exposition, and logs."""
+"""Metrics of requests and engines, their Prometheus exposition, and logs."""

@@ -1,14 +1,14 @@
-"""Logs that machines read: events, and a formatter that writes each as one line of JSON."""
+"""Machine-readable logs: events, and a formatter that writes each as one line of JSON."""
 
 import json
 import logging
 from datetime import datetime, timezone
 
-_FIELDS = "llmc_fields"  # attribute of a log record, unlike any that logging or others set
+_FIELDS = "llmc_fields"  # attribute of a log record; logging and other libraries do not set it
 
 
 def event(logger: logging.Logger, name: str, /, level: int = logging.INFO, **fields: object) -> None:
-    """Log an event: its name is the message, and JsonFormatter writes its ``fields`` beside it."""
+    """Log an event: its name is the message; JsonFormatter also writes its ``fields``."""
     logger.log(level, name, extra={_FIELDS: fields}, stacklevel=2)
 
 
@@ -22,7 +22,7 @@ class JsonFormatter(logging.Formatter):
     """Formats a record as one line of JSON (RFC 8259, ASCII only).
 
     Keys: ``time`` (ISO 8601, UTC, microseconds), ``level``, ``logger``, ``message``, the fields of the event, and
-    ``exception`` where there is one. Values that JSON does not know become text.
+    ``exception`` if there is one. Values that JSON lacks become text.
     """
 
     def format(self, record: logging.LogRecord) -> str:

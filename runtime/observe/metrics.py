@@ -1,8 +1,8 @@
-"""Measurements of serving: the timeline of a request, and counters and histograms of an engine.
+"""Metrics of serving: the timeline of a request, and counters and histograms of an engine.
 
-One thread writes, usually the engine's, and any thread may read meanwhile. Times are seconds of ``time.monotonic``.
-Names of what is measured follow vLLM (https://docs.vllm.ai/en/latest/design/metrics.html); the buckets do not, for they
-begin at 10 ms, where a small model on an edge device has long ended its step.
+One thread writes, usually the engine's; any thread may read. Times are seconds of ``time.monotonic``. Metric names
+follow vLLM (https://docs.vllm.ai/en/latest/design/metrics.html); its buckets begin at 10 ms, too late for a small model
+on an edge device, so the buckets differ.
 """
 
 import threading
@@ -16,61 +16,49 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
 
-# Upper bounds in seconds: six per decade from 0.1 ms to 1,000 s, so that a quantile is known within a third or better.
+# Upper bounds in seconds: six per decade from 0.1 ms to 1,000 s, so that a quantile is accurate to a third or better.
 _DIGITS = ("1", "1.5", "2", "3", "5", "7")
 SECONDS_BUCKETS = (*(float(f"{digit}e{exponent}") for exponent in range(-4, 3) for digit in _DIGITS), 1000.0)
-# Upper bounds in rows of a call: every size that small batches have, then powers of two.
+# Upper bounds in rows per call: every size of small batches, then powers of two.
 BATCH_BUCKETS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 128.0, 256.0)
-# Phases of calls, and outcomes, that are always listed, with 0 where none had it; another one once it happened.
+# Phases of calls, and outcomes, that are always listed, even with 0; others are listed once they occur.
 PHASES = ("prefill", "decode")
 OUTCOMES = ("stop", "length", "cancelled", "deadline", "refused", "error")
 
-# Histograms of seconds by the names of the snapshot's fields.
+# Histograms of seconds, by the snapshot's field names.
 _SECONDS = ("ttft", "tpot", "itl", "e2e", "queue")
 
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Figures of one request; a time, or the reason to end, is None as long as what it measures has not happened.
+    """Metrics of one request; None if the event has not happened."""
 
-    Attributes:
-        queue_s, ttft_s, e2e_s: from submission to admission, to the first token, to the end.
-        tpot_s: time per output token, the mean gap between the tokens of an output; None below two tokens.
-        itl_p50_s, itl_p95_s, itl_max_s: inter-token latency; gaps between tokens that one step commits are 0.
-        cached_tokens: tokens of the prompt that were taken from the prefix cache.
-        drafted, accepted: tokens proposed by speculation, and those of them that the model agreed with.
-        overflows: how often its context was cut, as its overflow policy allows.
-        calls: of a diffusion model, to fill the masks of its answer; 0 of any other model.
-    """
-
+    # from submission to admission, to the first token, to the end
     queue_s: float | None
     ttft_s: float | None
-    tpot_s: float | None
+    tpot_s: float | None  # time per output token, the mean time between an output's tokens; None below two tokens
+    # inter-token latency; 0 between tokens that one step commits
     itl_p50_s: float | None
     itl_p95_s: float | None
     itl_max_s: float | None
     e2e_s: float | None
     prompt_tokens: int
-    cached_tokens: int
+    cached_tokens: int  # prompt tokens taken from the prefix cache
     output_tokens: int
+    # tokens proposed by speculation, and those that the model accepted
     drafted: int
     accepted: int
-    overflows: int
+    overflows: int  # how often the context was cut, as the request's overflow policy allows
     finish_reason: str | None
-    calls: int = 0
+    calls: int = 0  # model calls of a diffusion model for its answer; 0 for other models
 
 
 @dataclass
 class Histogram:
-    """Counts of observations by bucket, with their sum. Not thread-safe: its owner gives copies away.
+    """Counts of observations by bucket, with their sum. Not thread-safe: its owner hands out copies."""
 
-    Attributes:
-        bounds: upper bounds of the buckets, included, strictly ascending; one more bucket above the last is open.
-        counts: observations in each bucket, ``len(bounds) + 1`` of them, not accumulated.
-    """
-
-    bounds: tuple[float, ...]
-    counts: list[int] = field(default_factory=list)
+    bounds: tuple[float, ...]  # inclusive upper bounds of the buckets, strictly ascending; one more bucket is unbounded
+    counts: list[int] = field(default_factory=list)  # observations per bucket, `len(bounds) + 1` values, not cumulative
     sum: float = 0.0
 
     def __post_init__(self) -> None:
@@ -90,12 +78,12 @@ class Histogram:
 
     @property
     def cumulative(self) -> tuple[int, ...]:
-        """Observations at or below each bound, and last all of them."""
+        """Observations at or below each bound; the last value counts all."""
         return tuple(accumulate(self.counts))
 
 
 class Metric(NamedTuple):
-    """The statement of a field: its name for Prometheus behind ``llmc_``, its meaning, and the label of its parts."""
+    """A field's metric: its Prometheus name after ``llmc_``, its meaning, and the label of its parts."""
 
     name: str
     meaning: str
@@ -104,7 +92,7 @@ class Metric(NamedTuple):
 
 @dataclass(frozen=True)
 class Gauges:
-    """Levels at one moment, each with its meaning."""
+    """Levels at one moment."""
 
     waiting: Annotated[int, Metric("num_requests_waiting", "Requests in the queue.")] = 0
     running: Annotated[int, Metric("num_requests_running", "Requests that hold a place in the batch.")] = 0
@@ -117,7 +105,7 @@ class Gauges:
 
 @dataclass(frozen=True)
 class EngineSnapshot:
-    """Everything that an engine counted since it was made; ``requests`` has all OUTCOMES."""
+    """Everything that an engine has counted; ``requests`` has all OUTCOMES."""
 
     uptime_s: float
     gauges: Gauges
@@ -151,8 +139,8 @@ _COUNTERS = [name for name, kind in get_type_hints(EngineSnapshot).items() if ki
 class EngineMetrics:
     """Counters, histograms and gauges of one engine.
 
-    Any thread may call any method. The engine sets ``read_gauges``, which gives the levels of this moment on the thread
-    of whoever looks.
+    Any thread may call any method. The engine sets ``read_gauges``, which reads the current levels on the calling
+    thread.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -167,11 +155,11 @@ class EngineMetrics:
         self._step = {phase: Histogram(SECONDS_BUCKETS) for phase in PHASES}
 
     def timeline(self, prompt_tokens: int) -> "RequestTimeline":
-        """A request enters the queue now; whatever its timeline records is counted here too."""
+        """A request enters the queue now; the engine also counts what its timeline records."""
         return RequestTimeline(prompt_tokens, self)
 
     def step(self, phase: str, seconds: float, rows: int) -> None:
-        """A call of the session ended: its phase (of :data:`PHASES`), duration and rows."""
+        """A session call ended: its phase (of :data:`PHASES`), duration and rows."""
         with self._lock:
             self._step[phase].observe(seconds)
             self._batch_size.observe(rows)
@@ -188,7 +176,7 @@ class EngineMetrics:
                 self._requests[outcome] = self._requests.get(outcome, 0) + 1
 
     def snapshot(self) -> EngineSnapshot:
-        """All numbers of one moment: no event is counted in one and missing in another."""
+        """All metrics at one moment: every event is in all of them or in none."""
         gauges = self.read_gauges()
         with self._lock:
             histograms = {name: histogram.copy() for name, histogram in self._histograms.items()}
@@ -204,7 +192,7 @@ class EngineMetrics:
 
 
 class RequestTimeline:
-    """The moments of one request's events, which its engine counts too; one thread writes, any may read."""
+    """The times of one request's events, which its engine counts, too; one thread writes, any may read."""
 
     def __init__(self, prompt_tokens: int, engine: EngineMetrics) -> None:
         self._engine = engine
@@ -225,7 +213,7 @@ class RequestTimeline:
         self.calls = 0
 
     def admit(self, cached_tokens: int = 0) -> None:
-        """The request gets a place; ``cached_tokens`` of its prompt came from the prefix cache."""
+        """The request is admitted; ``cached_tokens`` of its prompt came from the prefix cache."""
         self.admitted = self._clock()
         self.cached_tokens = cached_tokens
         self._engine.count(
@@ -240,7 +228,7 @@ class RequestTimeline:
     def token(self, count: int = 1, output: int = 0) -> None:
         """A step committed ``count`` tokens, at least 1, to one of the request's outputs.
 
-        Outputs grow side by side, so gaps are measured within each; the first token of a further one ends no gap.
+        Outputs grow in parallel, so times are measured within each; the first token of a further output ends no gap.
         """
         at = self._clock()
         since, self._latest[output] = self._latest.get(output), at
@@ -253,7 +241,7 @@ class RequestTimeline:
         self._engine.count({"output_tokens": count}, ttft=first, itl=gaps)
 
     def draft(self, proposed: int, accepted: int) -> None:
-        """Speculation proposed tokens, and the model agreed with ``accepted`` of them."""
+        """Speculation proposed tokens, and the model accepted ``accepted`` of them."""
         self.drafted += proposed
         self.accepted += accepted
         self._engine.count({"draft_proposed": proposed, "draft_accepted": accepted})
@@ -264,7 +252,7 @@ class RequestTimeline:
         self._engine.count({"overflows": 1})
 
     def finish(self, reason: str) -> None:
-        """The request ended for ``reason``, one of OUTCOMES or a word of its own; only the first call counts."""
+        """The request ended for ``reason``, one of OUTCOMES or another word; only the first call counts."""
         if self.ended is not None:
             return
         self.ended = self._clock()
@@ -273,7 +261,7 @@ class RequestTimeline:
         self._engine.count({}, reason, e2e=(self.ended - self.queued,), tpot=() if tpot is None else (tpot,))
 
     def metrics(self) -> RequestMetrics:
-        gaps = self._gaps.tolist()  # a copy in one step of the interpreter: numpy would lock the array while it reads
+        gaps = self._gaps.tolist()  # an atomic copy: numpy would lock the array while it reads
         p50, p95, most = (float(value) for value in np.percentile(gaps, (50, 95, 100))) if gaps else [None] * 3
         return RequestMetrics(
             queue_s=None if self.admitted is None else self.admitted - self.queued,

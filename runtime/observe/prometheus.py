@@ -1,7 +1,7 @@
 """An engine's metrics for Prometheus, through prometheus-client (extra ``metrics``).
 
-Names follow vLLM's (https://docs.vllm.ai/en/latest/design/metrics.html) with ``llmc_`` in front, units are base units
-and end the name (https://prometheus.io/docs/practices/naming/).
+Names follow vLLM's (https://docs.vllm.ai/en/latest/design/metrics.html) with the prefix ``llmc_``; each ends with its
+base unit (https://prometheus.io/docs/practices/naming/).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,9 +12,10 @@ from llmc.runtime.observe.metrics import EngineMetrics, Histogram, Metric
 
 
 class EngineCollector:
-    """An engine's metrics for a registry of prometheus-client to collect; each scrape is one snapshot.
+    """Collects an engine's metrics for a registry of prometheus-client; each scrape is one snapshot.
 
-    ``labels``, such as ``{"model_name": "tiny"}``, go on every sample; two engines in one process need different ones.
+    ``labels``, such as ``{"model_name": "tiny"}``, are added to every sample; engines in one process need different
+    ones.
 
     Raises:
         MissingExtraError: prometheus-client is not installed.
@@ -26,7 +27,7 @@ class EngineCollector:
         self._core = require("prometheus_client.core", "metrics")
 
     def collect(self) -> Iterator[Any]:
-        """The metric families of prometheus-client; what the machine does not measure is left out."""
+        """The metric families of prometheus-client, without those that the machine cannot measure."""
         snapshot, core = self._metrics.snapshot(), self._core
         for record, kind in ((snapshot, core.CounterMetricFamily), (snapshot.gauges, core.GaugeMetricFamily)):
             for name, hint in get_type_hints(type(record), include_extras=True).items():

@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 _UINT64_MAX = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_BLOCK = 256  # weights added up at once: a sum of all, one by one, takes 1 ms for a large vocabulary
+_BLOCK = 256  # weights summed at once: summing a large vocabulary one by one takes 1 ms
 
 
 def uniform(seed: int, position: int, draw: int) -> float:
@@ -34,7 +34,7 @@ def pick(weights: npt.NDArray[np.float32], point: float) -> int:
 
 
 def _find(weights: npt.NDArray[np.float64], point: float) -> tuple[int, float]:
-    """The index of the weight in which ``point`` lies, and the place in it; rounding never leads past the last."""
+    """The index of the weight that contains ``point``, and the offset in it; rounding never leads past the last."""
     ends = weights.cumsum()
     index = int(ends.searchsorted(min(point, np.nextafter(ends[-1], 0.0)), side="right"))
     return index, point - float(ends[index] - weights[index])

@@ -1,13 +1,12 @@
-"""DRY: "don't repeat yourself", a penalty for going on with a sequence that occurred before.
+"""DRY: "don't repeat yourself", a penalty for continuing a sequence that occurred before.
 
-As first described and implemented in https://github.com/oobabooga/text-generation-webui/pull/5677. If the last L tokens
+First described and implemented in https://github.com/oobabooga/text-generation-webui/pull/5677. If the last L tokens
 occurred before and were followed by token t, then t loses ``multiplier * base ** (L - allowed_length)``, for the
 longest such L of at least ``allowed_length``.
 
-No repetition reaches across a sequence breaker, a text: it ends with the token in which an occurrence of the text ends,
-in whatever tokens the text is spelt, so a token that contains it, several tokens that spell it, and a token that begins
-with its rest all break. A token that contains the whole of it is never punished. (llama.cpp, which has ids only,
-recognises a text over several tokens if those after the first are as its tokenizer would write them.)
+A sequence breaker is a text that ends a repetition, however it is tokenized: inside one token, across several tokens,
+or finished by the beginning of a token. A token that contains a whole breaker is never punished. (llama.cpp, which has
+only ids, recognises a text over several tokens if those after the first are as its tokenizer would write them.)
 """
 
 import math
@@ -19,14 +18,14 @@ import numpy.typing as npt
 from llmc.runtime.sampling.logits import Logits
 from llmc.runtime.sampling.penalties import Follower
 
-# A penalty forbids long before it reaches this, and float32 still divides it by any sensible temperature.
+# A penalty this large forbids a token, and float32 still divides it by any sensible temperature.
 _LARGEST = 1e9
 _LONGEST = 2**31  # no sequence is longer, and its double fits int64
 
 
 class Breakers:
-    """Texts, not empty ones, across which no repetition reaches, found in tokens, whose bytes ``spelling`` gives; one
-    object may serve all samples of a request."""
+    """Non-empty texts that end a repetition. ``spelling`` gives the bytes of a token. One object may serve all samples
+    of a request."""
 
     def __init__(self, texts: Sequence[str] = (), spelling: Callable[[int], bytes] = lambda token: b"") -> None:
         self._texts = tuple({text.encode("utf-8", "surrogatepass"): None for text in texts})
@@ -43,8 +42,8 @@ class Breakers:
         return self._containing[token]
 
     def find_last(self, before: bytes, tokens: Sequence[int]) -> tuple[int, bytes]:
-        """Number of ``tokens`` up to the last one in which a text ends, 0 if none does; and what has to be given as
-        ``before`` with the tokens that follow, the end of the text so far."""
+        """Number of ``tokens`` up to the end of the last breaker, 0 if there is none; and the end of the text so far,
+        to pass as ``before`` with the next tokens."""
         if not self._texts:
             return 0, b""
         spellings = [self._get_spelling(token) for token in tokens]
@@ -70,7 +69,7 @@ class Dry(Follower):
         base: growth of the penalty with every further token, from 1.
         allowed_length: repetitions shorter than this go free.
         window: last tokens looked back at; 0 is all.
-        breakers: texts that no repetition reaches across; None for none.
+        breakers: texts that end a repetition; None for none.
     """
 
     def __init__(
@@ -102,14 +101,14 @@ class Dry(Follower):
         lengths = self._lengths(ids, ends)
         followers = ids[ends + 1]
         punished = (lengths >= self._allowed) & ~self._spared[first + ends + 1]
-        order = np.argsort(lengths[punished], kind="stable")  # of one token's penalties, the last one assigned stays
+        order = np.argsort(lengths[punished], kind="stable")  # the last penalty assigned to a token stays
         targets = followers[punished][order]
         logits[targets] -= self._penalties(lengths[punished][order])
         return logits
 
     def restart(self) -> None:
-        self._size = self._broken = 0  # tokens, and those of them that the last breaker ends in or that precede it
-        self._text = b""  # the end of the text so far, in which a breaker may have begun
+        self._size = self._broken = 0  # number of tokens; number up to the end of the last breaker
+        self._text = b""  # the end of the text so far, where a breaker may have begun
 
     def extend(self, tokens: Sequence[int], start: int) -> None:
         if len(tokens) > self._ids.size:
@@ -119,12 +118,12 @@ class Dry(Follower):
         self._ids[start : len(tokens)] = tokens[start:]
         self._spared[start : len(tokens)] = [token in self._breakers for token in tokens[start:]]
         self._size = len(tokens)
-        found, self._text = self._breakers.find_last(self._text, tokens[start:])
-        if found:
-            self._broken = start + found
+        count, self._text = self._breakers.find_last(self._text, tokens[start:])
+        if count:
+            self._broken = start + count
 
     def _lengths(self, ids: npt.NDArray[np.int64], ends: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
-        """Numbers of tokens up to each of ``ends`` that equal the last tokens, counted no further than matters."""
+        """Numbers of tokens up to each of ``ends`` that equal the last tokens, counted up to ``_longest``."""
         lengths = np.ones(ends.size, np.int64)
         alive = np.arange(ends.size)
         for length in range(1, min(self._longest, ids.size - 1, self._size - self._broken)):
@@ -137,7 +136,7 @@ class Dry(Follower):
         return lengths
 
     def _longest_that_counts(self) -> int:
-        """The length from which on the penalty does not grow any more."""
+        """The length from which the penalty no longer grows."""
         if self._base == 1 or self._multiplier >= _LARGEST:
             return self._allowed
         growth = math.log(_LARGEST / self._multiplier) / math.log(self._base)

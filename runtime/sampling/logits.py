@@ -1,4 +1,4 @@
-"""Logits of a vocabulary: their check, and the largest of them."""
+"""Logits of a vocabulary: check that they are finite, find the largest."""
 
 import math
 
@@ -37,7 +37,7 @@ def largest(logits: Logits, k: int) -> npt.NDArray[np.intp]:
     blocked = logits[: rows * columns].reshape(rows, columns)  # block c: tokens c, c + columns, ...
     maxima = np.concatenate([np.maximum.reduce(blocked, axis=0), logits[rows * columns :]])
     check_peak(float(maxima.max()))
-    # Where many tokens are impossible, they are no candidates: selecting among that many equals takes 30 ms.
+    # Impossible tokens are no candidates: selecting among that many equal values takes 30 ms.
     maxima = maxima.compress(maxima > -np.inf)
     bound = np.partition(maxima, maxima.size - k)[maxima.size - k] if maxima.size >= k else -np.inf
     candidates: npt.NDArray[np.intp] = np.flatnonzero(logits >= bound if bound > -np.inf else logits > bound)
@@ -49,6 +49,6 @@ def largest(logits: Logits, k: int) -> npt.NDArray[np.intp]:
 
 
 def most_probable(logits: Logits, k: int) -> npt.NDArray[np.intp]:
-    """The ``k`` most probable tokens, most probable first, of equals the lowest id; impossible ones never."""
+    """The ``k`` most probable tokens, most probable first, ties by lowest id; never impossible ones."""
     candidates = largest(logits, k)
     return candidates[np.argsort(-logits[candidates], kind="stable")[:k]]

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens: of those chosen, of the most probable ones, and of a prompt's.
+"""Log-probabilities: of the chosen token, of the most probable ones, and of a prompt's tokens.
 
 Exponentials and sums are float32, added in pairs, which puts a log-probability within about 1e-6 of the exact one.
 """
@@ -19,11 +19,11 @@ Top = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities, in nats and before any processor, where one token was chosen.
+    """Log-probabilities at one position, in nats, before any processor.
 
     Args:
-        top: the most probable tokens, most probable first, with their log-probabilities; equally probable ones come in
-            the order of their ids, and impossible ones not at all.
+        top: the most probable tokens, most probable first, with their log-probabilities; ties are in the order of their
+            ids, and impossible tokens are left out.
     """
 
     token: int
@@ -42,23 +42,23 @@ def token_logprobs(logits: Logits, token: int, top: int) -> TokenLogprobs:
 
 
 def candidate_logprobs(ranked: Ranked, token: int, top: int) -> TokenLogprobs:
-    """:func:`token_logprobs` without the whole row. Raises UndecidedError: the ``top`` tokens are not all known."""
-    found, total = ranked.candidates(), ranked.log_total()
-    most = found.take(most_probable(found.logits, top)) if top else None
+    """:func:`token_logprobs` without the whole row. Raises UndecidedError: some of the ``top`` tokens are unknown."""
+    candidates, total = ranked.candidates(), ranked.log_total()
+    most = candidates.take(most_probable(candidates.logits, top)) if top else None
     if most is not None and most.rest is not None:
         raise UndecidedError
     listed = [] if most is None else zip(most.tokens.tolist(), most.logits.tolist(), strict=True)
-    logprob = float(found.logits[found.tokens.searchsorted(token)]) - total
+    logprob = float(candidates.logits[candidates.tokens.searchsorted(token)]) - total
     return TokenLogprobs(token, logprob, tuple((each, logit - total) for each, logit in listed))
 
 
 def prompt_logprobs(logits: npt.NDArray[np.float32], tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Log-probabilities of a prompt's tokens, of the logits before each.
+    """Log-probabilities of a prompt's tokens, from the logits before each.
 
     Args:
         logits: after each token of the prompt but the last one [n, V].
         tokens: the token that follows each of them [n].
-        top: how many of the most probable tokens to report at each place.
+        top: how many of the most probable tokens to report at each position.
 
     Raises:
         RequestError: the logits hold NaN or +inf, or nothing but -inf.

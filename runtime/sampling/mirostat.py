@@ -1,4 +1,4 @@
-"""Mirostat: keep as many tokens as a bound on surprise allows, and move the bound by what was drawn.
+"""Mirostat: keep as many tokens as a bound on surprise allows, and move the bound by the surprise of each token drawn.
 
 Basu et al., Mirostat, https://arxiv.org/abs/2007.14966. The bound ``mu`` begins at 2 tau and moves by
 -eta * (surprise - tau) with every token; surprise is in bits. Version 1 is the paper's algorithm 1, with the surprise
@@ -19,11 +19,11 @@ _LOG_2 = math.log(2)
 
 
 class Mirostat:
-    """A cut with a state: call :meth:`observe` after each draw, and use one per sequence.
+    """A cut with state: call :meth:`observe` after each draw, and use one object per sequence.
 
     Args:
         version: 1 or 2.
-        tau: surprise aimed at, in bits.
+        tau: target surprise, in bits.
         eta: learning rate.
         vocab_size: N of the paper's formula for k.
     """
@@ -33,19 +33,19 @@ class Mirostat:
         self.mu = 2 * tau
         self._surprises: Logits = np.zeros(0, np.float32)
 
-    def __call__(self, found: Candidates, position: int) -> Candidates:
-        surprises = surprise(found.logits)
+    def __call__(self, candidates: Candidates, position: int) -> Candidates:
+        surprises = surprise(candidates.logits)
         if self._version == 1:
-            k = choose_k(self.mu, zipf_exponent(found.logits), self._vocab_size)
-            places = largest(found.logits, min(k, found.logits.size))
+            k = choose_k(self.mu, zipf_exponent(candidates.logits), self._vocab_size)
+            places = largest(candidates.logits, min(k, candidates.logits.size))
             self._surprises = surprises[places]
         else:
             places = np.flatnonzero(surprises <= max(np.float32(self.mu), surprises.min()))
-            self._surprises = surprise(found.logits[places])
-        return found.take(places)
+            self._surprises = surprise(candidates.logits[places])
+        return candidates.take(places)
 
     def observe(self, place: int) -> None:
-        """Move mu by the error of the token drawn, the one at ``place`` of the candidates that stayed."""
+        """Move mu by the error of the token drawn, candidate number ``place`` of those that stayed."""
         self.mu -= self._eta * (float(self._surprises[place]) - self._tau)
 
 
@@ -59,7 +59,7 @@ def surprise(logits: Logits) -> Logits:
 
 
 def zipf_exponent(logits: Logits) -> float:
-    """The exponent s of Zipf's law, p ~ 1 / rank**s, fitted to the most probable tokens; 0 where there is but one.
+    """The exponent s of Zipf's law, p ~ 1 / rank**s, fitted to the most probable tokens; 0 if there is only one.
 
     The paper's least squares: sum(t_i b_i) / sum(t_i^2) with t_i = log((i + 1) / i) and b_i = log(p_i / p_(i + 1)).
     """
@@ -72,7 +72,7 @@ def zipf_exponent(logits: Logits) -> float:
 def choose_k(mu: float, exponent: float, vocab_size: int) -> int:
     """k = (epsilon 2**mu / (1 - N**-epsilon)) ** (1 / s) with epsilon = s - 1, rounded down, from 1 to N.
 
-    Computed by logarithms, which do not overflow; (1 - N**-epsilon) / epsilon tends to log N where epsilon vanishes.
+    Computed with logarithms, which do not overflow; (1 - N**-epsilon) / epsilon tends to log N as epsilon vanishes.
     """
     if vocab_size == 1:
         return 1

@@ -1,4 +1,4 @@
-"""Names that other programs give to what llmc calls otherwise: for errors, which tell the right one."""
+"""Other programs' names for llmc's parameters: an error suggests the right one."""
 
 import difflib
 from collections.abc import Collection
@@ -44,7 +44,7 @@ _OURS = {other: ours for ours, others in _OTHERS.items() for other in others.spl
 
 
 def neighbour(name: str, known: Collection[str]) -> str | None:
-    """The one of ``known`` that another program calls ``name``, else one that is spelt nearly so; None if none is."""
+    """The entry of ``known`` that another program calls ``name``, else one with a similar spelling, else None."""
     if name in _OURS:
         return _OURS[name] if _OURS[name] in known else None
     ours = {other: mine for other, mine in _OURS.items() if mine in known} | {each: each for each in known}

@@ -1,4 +1,4 @@
-"""The parameters of a request: ranges, defaults and meanings, and what does not go together."""
+"""The parameters of a request: ranges, defaults, meanings, and which cannot be combined."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -32,20 +32,19 @@ if TYPE_CHECKING:
 
 _UINT64_MAX = 2**64 - 1
 _MOST_SAMPLES = 1024
-# Samples of a request whose texts are compared pair by pair, in a thread that shares Python's lock with all others: 64
-# texts of 80 words take 3 s with chrF, 1,024 took more than ten minutes.
+# Most samples of a request that consensus compares pair by pair, in a thread that holds Python's lock: 64 texts of 80
+# words take 3 s with chrF; 1,024 took more than ten minutes.
 MOST_COMPARED = 64
-# The lists of a request are bounded, so that no client makes the steps of all others slow. Times are of one core of an
-# AMD EPYC.
+# The lists of a request are bounded so that no client slows down all others. Times are for one core of an AMD EPYC.
 _MOST_TOKENS = 2**18  # no vocabulary is larger; 0.1 s to check, in the client's thread
 _STOPS = texts(128, 8_192)  # looked for after every token: 0.15 ms; a million took 1 s
 _BREAKERS = texts(64, 1_024)  # looked for in the bytes of the prompt, 0.3 s for half a megabyte at the worst
 _BAD_WORDS = words(1_024, 8_192)  # 4 us per token for a thousand usual ones
-SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p")  # which sample where a request names one
-# What a checkpoint may have defaults for.
+SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p")  # a request that names one of these samples
+# Parameters whose defaults a checkpoint may set.
 DEFAULTED = (*SAMPLED, "repetition_penalty", "no_repeat_ngram_size", "min_tokens", "banned_tokens", "bad_words")
 _CUTS = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability")
-GUIDES = ("json_schema", "regex", "grammar", "choice")  # parameters that say which form the output has
+GUIDES = ("json_schema", "regex", "grammar", "choice")  # parameters that constrain the output
 
 # Sections of runtime/README.md, whose tables are generated from the fields below.
 _end = partial(parameter, section="Length and end")
@@ -59,13 +58,13 @@ _OPENAI = "[OpenAI](https://platform.openai.com/docs/api-reference/chat/create)"
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The choice of one request's tokens, and its end.
+    """How one request's tokens are chosen, and when its output ends.
 
-    Names and meanings are those of transformers' ``GenerationConfig``, vLLM's ``SamplingParams`` and, for what these
-    two lack, llama.cpp. Everything is off unless asked for. Each field states its range, its meaning and its source.
+    Names and meanings are those of transformers' ``GenerationConfig``, vLLM's ``SamplingParams`` and otherwise
+    llama.cpp. Everything is off by default. Each field states its range, its meaning and its source.
 
     Raises:
-        UsageError: a value is out of its range or of another type, or two do not go together.
+        UsageError: a value is out of range or has the wrong type, or two values cannot be combined.
     """
 
     max_tokens: int = _end(256, integer(1), "maximum number of new tokens", common=True)
@@ -259,11 +258,11 @@ class SamplingParams:
 
     @classmethod
     def from_defaults(cls, generation: "Generation", **overrides: Any) -> "SamplingParams":
-        """Take the checkpoint's defaults for what the caller leaves out or sets to None.
+        """Take the checkpoint's defaults for each parameter that the caller leaves out or sets to None.
 
-        A checkpoint with ``do_sample`` false is greedy unless the caller names one of :data:`SAMPLED`, or asks for
-        something that only sampling can give. Beams do not sample, whatever the checkpoint says, and Mirostat cuts
-        nothing else. ``stop`` may be one string, every tuple a list, and ``logit_bias`` a mapping.
+        A checkpoint with ``do_sample`` false is greedy unless the caller names one of :data:`SAMPLED` or asks for
+        something that needs sampling. Beam search never samples, and Mirostat replaces the other cuts. ``stop`` may be
+        one string, every tuple a list, and ``logit_bias`` a mapping.
 
         Raises:
             UsageError: a name is unknown, or a value is out of its range.
@@ -298,17 +297,17 @@ def _as_tuple(name: str, value: Any) -> Any:
 
 
 def _checkpoint_defaults(generation: "Generation", given: dict[str, Any]) -> dict[str, Any]:
-    found = {name: value for name in DEFAULTED if (value := getattr(generation, name)) not in (None, ())}
+    defaults = {name: value for name in DEFAULTED if (value := getattr(generation, name)) not in (None, ())}
     if "allowed_tokens" in given:
-        found.pop("banned_tokens", None)
-    if "min_tokens" in found:
-        found["min_tokens"] = min(found["min_tokens"], given.get("max_tokens", _DEFAULTS["max_tokens"]))
+        defaults.pop("banned_tokens", None)
+    if "min_tokens" in defaults:
+        defaults["min_tokens"] = min(defaults["min_tokens"], given.get("max_tokens", _DEFAULTS["max_tokens"]))
     chance = any(given.get(name, _DEFAULTS[name]) != _DEFAULTS[name] for name in _NEEDS_CHANCE)
     beams = given.get("num_beams", 1) != 1
     greedy = not generation.do_sample and not chance and not given.keys() & set(SAMPLED)
     unused = SAMPLED if beams or greedy else _CUTS if given.get("mirostat") else ()
-    found = {name: value for name, value in found.items() if name not in unused}
-    return {"temperature": 0.0, **found} if greedy and not beams else found
+    defaults = {name: value for name, value in defaults.items() if name not in unused}
+    return {"temperature": 0.0, **defaults} if greedy and not beams else defaults
 
 
 def _refuse_unknown(overrides: dict[str, Any], known: list[str]) -> None:
@@ -322,13 +321,13 @@ def _refuse_unknown(overrides: dict[str, Any], known: list[str]) -> None:
 
 _ONE_OUTPUT = ("n", "best_of", "consensus")
 _NOT_WITH_BEAMS = (*_ONE_OUTPUT, *_CUTS, "mirostat", "stop", *GUIDES, "logprobs", "on_overflow")
-# What a request is when a condition holds, and what it cannot be with.
+# Kinds of requests: the condition, and the parameters that the kind excludes.
 _MODES: tuple[tuple[str, Callable[[SamplingParams], bool], tuple[str, ...]], ...] = (
     ("beam search", lambda p: p.num_beams > 1, _NOT_WITH_BEAMS),
     ("consensus decoding", lambda p: p.consensus is not None, ("best_of",)),
     ("Mirostat", lambda p: p.mirostat > 0, _CUTS),
 )
-# A parameter that means nothing without another.
+# Parameters that need another one.
 _NEEDS: tuple[tuple[str, str, Callable[[SamplingParams], bool]], ...] = (
     ("length_penalty", "num_beams above 1", lambda p: p.num_beams > 1),
     ("early_stopping", "num_beams above 1", lambda p: p.num_beams > 1),
@@ -356,7 +355,7 @@ _NEEDS: tuple[tuple[str, str, Callable[[SamplingParams], bool]], ...] = (
 
 
 def check_combination(params: SamplingParams) -> None:
-    """Refuse parameters, each in its range, that contradict one another or that nothing here can do together.
+    """Refuse parameters, each in its range, that contradict one another or cannot be combined.
     Raises UsageError: naming the parameters."""
     for mode, is_on, excluded in _MODES:
         clash = next((name for name in excluded if _is_set(params, name)), None) if is_on(params) else None
@@ -379,10 +378,12 @@ def check_combination(params: SamplingParams) -> None:
 
 
 def check_diffusion(params: SamplingParams, diffuses: bool) -> None:
-    """Refuse what only the other kind of model does: one that fills masks, or one that goes on token by token.
+    """Refuse parameters of the other kind of model: diffusion models fill masks, others generate token by token.
     Raises UsageError: naming the parameter."""
     wrong = [
-        it for it in PARAMETERS if _is_set(params, it) and (it in _OF_DIFFUSION) != diffuses and it not in _OF_BOTH
+        name
+        for name in PARAMETERS
+        if _is_set(params, name) and (name in _OF_DIFFUSION) != diffuses and name not in _OF_BOTH
     ]
     if wrong or (diffuses and params.on_overflow == "sink"):
         model = "a diffusion model" if diffuses else "a model that fills no masks"

@@ -1,6 +1,6 @@
 """Penalties for tokens that occurred before, kept up to date as the sequence grows.
 
-A step costs what its new tokens cost, however long the sequence is, plus one pass over the different tokens in it.
+A step costs as much as its new tokens, however long the sequence is, plus one pass over its distinct tokens.
 """
 
 from abc import ABC, abstractmethod
@@ -15,10 +15,10 @@ _FIRST_SIZE = 256
 
 
 class Follower(ABC):
-    """Base of processors that read each token of a growing sequence once, from the position ``start`` on.
+    """Base of processors that read each token of a growing sequence once, starting at position ``start``.
 
-    With ``branching`` successive calls may be of different sequences, as beams are: every call compares the tokens read
-    so far. Otherwise it compares only the last one, and the caller promises that sequences grow at the end.
+    With ``branching``, successive calls may be for different sequences, such as beams: every call compares all tokens
+    read so far. Otherwise it compares only the last one; the caller promises that sequences only grow at the end.
     """
 
     def __init__(self, start: int = 0, branching: bool = False) -> None:
@@ -28,7 +28,7 @@ class Follower(ABC):
         self._seen: list[int] = []
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Read what is new in ``tokens``; start over if they do not go on where the last call ended."""
+        """Read the new tokens of ``tokens``; start over if they do not continue the last call's."""
         if not self._goes_on(tokens):
             self.restart()
             self._read = self._start
@@ -43,7 +43,7 @@ class Follower(ABC):
 
     @abstractmethod
     def extend(self, tokens: Sequence[int], start: int) -> None:
-        """Take in ``tokens[start:]``."""
+        """Read ``tokens[start:]``."""
 
     def _goes_on(self, tokens: Sequence[int]) -> bool:
         if self._read == self._start:
@@ -55,7 +55,7 @@ class Follower(ABC):
 
 
 class TokenCounts(Follower):
-    """The different tokens from a position on, and how often each of them occurred."""
+    """The distinct tokens from a position on, and how often each occurred."""
 
     def __init__(self, start: int = 0, branching: bool = False) -> None:
         super().__init__(start, branching)
@@ -63,7 +63,7 @@ class TokenCounts(Follower):
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
-        """Different token ids, in the order of their first occurrence [n]."""
+        """Distinct token ids, in the order of their first occurrence [n]."""
         return self._tokens[: len(self._places)]
 
     @property
@@ -78,22 +78,22 @@ class TokenCounts(Follower):
 
     def extend(self, tokens: Sequence[int], start: int) -> None:
         for token in tokens[start:]:
-            place = self._places.get(token)
-            if place is None:
-                place = self._add(token)
-            self._counts[place] += 1
+            index = self._places.get(token)
+            if index is None:
+                index = self._add(token)
+            self._counts[index] += 1
 
     def _add(self, token: int) -> int:
-        place = self._places[token] = len(self._places)
-        if place == self._tokens.size:
+        index = self._places[token] = len(self._places)
+        if index == self._tokens.size:
             self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        self._tokens[place] = token
-        return place
+        self._tokens[index] = token
+        return index
 
 
 class RepetitionPenalty:
-    """Divides the positive logits and multiplies the negative ones of every token of prompt and output.
+    """Divides the positive logits, and multiplies the negative ones, of every token in prompt and output.
 
     Keskar et al., CTRL, https://arxiv.org/abs/1909.05858, with the case of negative logits as in transformers.
     """
@@ -110,7 +110,7 @@ class RepetitionPenalty:
 
 
 class OutputPenalty:
-    """Takes ``presence + frequency * occurrences`` from the logit of every token of the output, the prompt left out.
+    """Subtracts ``presence + frequency * occurrences`` from the logit of every token in the output (not the prompt).
 
     https://platform.openai.com/docs/api-reference/chat/create
     """
@@ -127,15 +127,15 @@ class OutputPenalty:
 
 
 class BadWords:
-    """Forbids the last token of a sequence where the tokens before it stand at the end of prompt and output.
+    """Forbids the last token of a sequence if the tokens before it are the last ones of prompt and output.
 
-    As transformers' ``bad_words_ids``. A step looks at the sequences whose last token but one is the last of the text,
-    and at those of a single token.
+    Equals transformers' ``bad_words_ids``. A step looks only at sequences whose last token but one is the text's last
+    token, and at single tokens.
     """
 
     def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
         self._last: dict[tuple[int, ...], list[int]] = {}
-        self._lengths: dict[int, set[int]] = {}  # of what comes before, by the token that it ends with
+        self._lengths: dict[int, set[int]] = {}  # lengths of the tokens before the last, by the token they end with
         for *before, last in sequences:
             self._last.setdefault(tuple(before), []).append(last)
             if before:

@@ -1,10 +1,10 @@
 """The steps between the model's logits and the draw, in one fixed order: :data:`PROCESSORS`, then :data:`CUTS`.
 
-A step runs only if its parameter asks for something. Biases and bans come first, as in transformers and OpenAI's
-servers, so that a penalty sees the logit that counts. Penalties follow, then what the request brings itself. A grammar
-has the last word before the distribution is shaped: nothing after it can bring a forbidden token back. Top-k, which
-temperature does not change, comes first of the cuts, for it leaves little work to the others; these see the
-distribution that is drawn from. XTC comes last, because it cuts the other way. Mirostat takes the place of the cuts.
+A step runs only if its parameter needs it. Biases and bans come first, as in transformers and OpenAI's servers, so that
+penalties see the biased logit. Penalties follow, then the request's own processors. A grammar comes last before the
+cuts: nothing after it can allow a forbidden token. Top-k is the first cut because temperature does not change it and it
+leaves little work to the others, which see the distribution after temperature. XTC comes last because it removes the
+most probable tokens. Mirostat replaces the other cuts.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,48 +23,48 @@ from llmc.runtime.sampling.params import GUIDES, SamplingParams
 from llmc.runtime.sampling.penalties import BadWords, NoRepeatNGram, OutputPenalty, RepetitionPenalty
 from llmc.runtime.sampling.truncation import Candidates
 
-# Edits the logits of one sequence, in place or by returning other ones [V]; -inf forbids a token. Arguments: the tokens
-# so far (prompt and output), and the logits of the token to come.
+# Edits the logits of one sequence, in place or by returning a new array [V]; -inf forbids a token. Arguments: the
+# tokens so far (prompt and output), and the logits of the next token.
 Processor = Callable[[Sequence[int], Logits], Logits]
 
-# XTC's draw at a position, far from the one that chooses the token.
+# XTC's draw number at a position, far from that of the token's own draw.
 _XTC_DRAW = 2**63
 
 _Step = TypeVar("_Step")
 
 
-# Shapes the distribution of the token at a position of the sequence.
+# Changes the candidates of a token at a position of the sequence.
 Cut = Callable[[Candidates, int], Candidates]
 
 
 class Guide(Protocol):
-    """A grammar as the sampler sees it: the tokens that it allows, one after the other."""
+    """A grammar as the sampler sees it: which tokens it allows, one after the other."""
 
     @property
     def finished(self) -> bool:
         """True if the output is complete."""
 
     def mask(self, logits: Logits) -> Logits:
-        """``logits`` [V] with -inf where the grammar forbids a token; the argument, or an array of its own."""
+        """``logits`` [V] with -inf where the grammar forbids a token; the same array or a new one."""
 
     def accept(self, token: int) -> None:
-        """Go on by the token chosen."""
+        """Advance by the token chosen."""
 
 
 @dataclass(frozen=True)
 class SamplingContext:
-    """All that the steps and the sampler of a sequence are built from.
+    """Everything that the steps and the sampler of a sequence are built from.
 
     Args:
         vocab_size: V, the length of the logits.
-        prompt_length: tokens of the prompt, which some penalties leave out.
+        prompt_length: number of prompt tokens, which some penalties ignore.
         eos_token_ids: the checkpoint's end-of-sequence tokens.
         processors: the request's own, called in this order with (tokens so far, logits).
-        guide: what the request's grammar allows, if it has one; it is told every token chosen.
+        guide: the request's grammar, if any; it receives every token chosen.
         breakers: DRY's, as the vocabulary's tokens spell them.
-        bad_words: the sequences of tokens that ``params.bad_words`` forbid.
+        bad_words: the token sequences that ``params.bad_words`` forbids.
         seed: of the draws; :func:`llmc.runtime.sampling.samplers.make_sampler` sets it.
-        branching: calls may be of different sequences, as beams are.
+        branching: calls may be for different sequences, such as beams.
     """
 
     params: SamplingParams
@@ -87,7 +87,7 @@ def build(
 
 
 def build_processors(context: SamplingContext) -> list[Processor]:
-    """Processors for a search, which scores several sequences: calls may switch between these."""
+    """Processors for a search, which scores several sequences: calls may switch between them."""
     return list(build(PROCESSORS, replace(context, branching=True)).values())
 
 
@@ -180,7 +180,7 @@ def _no_repeat_ngram_size(context: SamplingContext) -> Processor | None:
 
 
 def _processors(context: SamplingContext) -> Processor | None:
-    """The request's own processors; whatever goes wrong in one is a ProcessorError."""
+    """The request's own processors; any exception in one becomes a ProcessorError."""
     if not context.processors:
         return None
 
@@ -190,7 +190,7 @@ def _processors(context: SamplingContext) -> Processor | None:
         frozen = tuple(tokens)  # not the engine's list
         for processor in context.processors:
             where = f"the logits processor {_name(processor)} at position {len(tokens)}"
-            lent = logits[:]  # whose shape, type and flags are the processor's own
+            lent = logits[:]  # a view: the processor may change its shape, type and flags
             try:
                 result = processor(frozen, lent)
             except BaseException as error:  # SystemExit too ends the request, not the engine
@@ -216,7 +216,7 @@ def _guide(context: SamplingContext) -> Processor | None:
         if masked.max() == -np.inf:
             raise GrammarError(
                 kind,
-                f"leaves no token at position {len(tokens)} of those that the request's other settings allow",
+                f"leaves no token at position {len(tokens)} that the request's other settings allow",
                 "loosen it, min_tokens, allowed_tokens, banned_tokens or bad_words",
             )
         return masked
@@ -226,29 +226,31 @@ def _guide(context: SamplingContext) -> Processor | None:
 
 def _top_k(context: SamplingContext) -> Cut | None:
     k = context.params.top_k
-    return (lambda found, position: found.keep_largest(k)) if 0 < k < context.vocab_size else None
+    return (lambda candidates, position: candidates.keep_largest(k)) if 0 < k < context.vocab_size else None
 
 
 def _temperature(context: SamplingContext) -> Cut | None:
     temperature = context.params.temperature
     if temperature == 1:
         return None
-    return lambda found, position: found.scale(temperature)
+    return lambda candidates, position: candidates.scale(temperature)
 
 
 def _top_p(context: SamplingContext) -> Cut | None:
     p = context.params.top_p
-    return (lambda found, position: found.keep_nucleus(p)) if p != 1 else None
+    return (lambda candidates, position: candidates.keep_nucleus(p)) if p != 1 else None
 
 
 def _cut(
     name: str, make_mask: Callable[[Logits, float], truncation.Mask], neutral: float
 ) -> Callable[[SamplingContext], Cut | None]:
-    """The builder of a cut by the parameter ``name``, which does nothing where that is ``neutral``."""
+    """Build a cut from the parameter ``name``; the value ``neutral`` turns it off."""
 
     def build_cut(context: SamplingContext) -> Cut | None:
         value = getattr(context.params, name)
-        return (lambda found, position: found.keep(make_mask(found.logits, value))) if value != neutral else None
+        if value == neutral:
+            return None
+        return lambda candidates, position: candidates.keep(make_mask(candidates.logits, value))
 
     return build_cut
 
@@ -256,10 +258,10 @@ def _cut(
 def _xtc(context: SamplingContext) -> Cut | None:
     probability, threshold = context.params.xtc_probability, context.params.xtc_threshold
 
-    def exclude(found: Candidates, position: int) -> Candidates:
+    def exclude(candidates: Candidates, position: int) -> Candidates:
         if uniform(context.seed, position, _XTC_DRAW) >= probability:
-            return found
-        return found.keep(truncation.xtc(found.tokens, found.logits, threshold, context.eos_token_ids))
+            return candidates
+        return candidates.keep(truncation.xtc(candidates.tokens, candidates.logits, threshold, context.eos_token_ids))
 
     return exclude if probability else None
 
@@ -282,7 +284,7 @@ PROCESSORS: dict[str, Callable[[SamplingContext], Processor | None]] = {
     "processors": _processors,
     "guide": _guide,
 }
-# They shape the distribution; greedy requests and searches have no use for them.
+# The cuts; greedy requests and searches do not use them.
 CUTS: dict[str, Callable[[SamplingContext], Cut | None]] = {
     "top_k": _top_k,
     "temperature": _temperature,
@@ -293,13 +295,13 @@ CUTS: dict[str, Callable[[SamplingContext], Cut | None]] = {
     "xtc": _xtc,
     "mirostat": _mirostat,
 }
-# Cuts that may leave none but the most probable tokens, for which nobody need know the logits of the others.
+# Cuts that keep only the most probable tokens, so that the logits of the others need not be known.
 CLOSING = frozenset({"top_k", "top_p", "min_p"})
-OPEN = CLOSING | {"temperature"}  # and all that take candidates beside which there may be others
+OPEN = CLOSING | {"temperature"}  # and all cuts that work while further candidates are unknown
 
 
 def _is_usable(logits: Logits) -> bool:
-    """True if there is a token to choose; if not, the check after the steps says whose fault it is."""
+    """True if there is a token to choose; otherwise the check after the steps names the cause."""
     return bool(np.isfinite(logits.max()))
 
 
@@ -307,12 +309,14 @@ def _check_result(where: str, result: object, logits: Logits) -> None:
     if not logits.flags.writeable:
         raise ProcessorError(f"{where} made the logits read-only; leave their memory's flags as they are")
     if not isinstance(result, np.ndarray) or result.dtype != np.float32 or result.shape != logits.shape:
-        found = f"{result.dtype} {list(result.shape)}" if isinstance(result, np.ndarray) else type(result).__name__
-        raise ProcessorError(f"{where} returned {found}, expected float32 {list(logits.shape)}; return the logits")
+        returned = f"{result.dtype} {list(result.shape)}" if isinstance(result, np.ndarray) else type(result).__name__
+        raise ProcessorError(f"{where} returned {returned}, expected float32 {list(logits.shape)}; return the logits")
     peak = float(np.asarray(result).max())  # NaN counts as the largest
     if not np.isfinite(peak):
-        found = "NaN" if np.isnan(peak) else "+inf" if peak > 0 else "nothing but -inf"
-        raise ProcessorError(f"{where} returned {found}, expected at least one finite logit, and -inf to forbid tokens")
+        returned = "NaN" if np.isnan(peak) else "+inf" if peak > 0 else "nothing but -inf"
+        raise ProcessorError(
+            f"{where} returned {returned}, expected at least one finite logit, and -inf to forbid tokens"
+        )
 
 
 def _name(processor: Processor) -> str:

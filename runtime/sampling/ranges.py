@@ -1,4 +1,4 @@
-"""Ranges of values: for each one check, with its wording in errors, in documentation and on a command line."""
+"""Ranges of values: one check each, with its wording for errors, documentation and the command line."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,10 +11,10 @@ from llmc.errors import UsageError, format_value
 
 @dataclass(frozen=True)
 class Range:
-    """A set of values, as errors (``expected``) and documentation (``short``) name it; ``holds`` tests a value.
+    """A set of values. ``holds`` tests a value; errors show ``expected``, documentation shows ``short``.
 
-    ``kind`` is integer, number, flag, choice, text, texts, words, tokens, biases or schema, ``note`` says which value
-    switches off, and ``choices`` are the values themselves, where they are few and named.
+    ``kind`` is integer, number, flag, choice, text, texts, words, tokens, biases or schema; ``note`` says which value
+    switches the parameter off; ``choices`` lists the values if they are few and named.
     """
 
     kind: str
@@ -25,18 +25,18 @@ class Range:
     choices: tuple[str | bool, ...] = ()
 
     def check(self, name: str, value: object, path: Path | None = None) -> None:
-        """Refuse a ``value`` of the parameter ``name``, a key of the file ``path`` if there is one, that is not in the
-        range, with a UsageError."""
+        """Raise UsageError if ``value`` is out of range, for the parameter ``name`` (a key of the file ``path``, if
+        given)."""
         if not self.holds(value):
             raise UsageError(name, f"is {format_value(value)}, expected {self.expected}", path=path)
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """The one statement of a parameter, from which follow its check, its option and its row of documentation.
+    """A parameter's only definition: its check, its option and its row of documentation follow from it.
 
-    ``meaning`` is a sentence without first capital and stop, with names in backticks; ``short`` overrides the range's,
-    ``more`` is in the documentation alone, and a command line lists ``common`` ones before all sections.
+    ``meaning`` is a sentence without capital and full stop, with names in backticks; ``short`` overrides the range's;
+    ``more`` appears only in the documentation; a command line lists ``common`` parameters first.
     """
 
     range: Range
@@ -49,13 +49,13 @@ class Parameter:
 
 
 def parameter(default: object, values: Range, meaning: str, section: str, **rest: Any) -> Any:
-    """A field of a dataclass with the :class:`Parameter` that these arguments describe as its metadata."""
+    """A dataclass field whose metadata is the :class:`Parameter` that these arguments describe."""
     return field(default=default, metadata={"parameter": Parameter(values, meaning, section, **rest)})
 
 
 # ----------------------------------------------------------------------------------------------------------- checks
 
-LARGEST = (1 << 64) - 1  # integer without a bound of its own: it is computed with as a float, too
+LARGEST = (1 << 64) - 1  # bound of integers without their own: arithmetic also converts them to float
 
 
 def _is_integer(value: object, low: float, high: float = math.inf) -> bool:
@@ -87,7 +87,7 @@ def _is_tuple(value: object, is_item: Callable[[Any], bool], most: float = math.
 
 FLAG = Range("flag", "true or false", lambda value: isinstance(value, bool))
 TEXT = Range("text", "a non-empty string", _is_text, "text")
-# For what bounds its texts itself.
+# For parameters that bound their texts themselves.
 TEXTS = Range("texts", "a list of non-empty strings", lambda value: _is_tuple(value, _is_text), "texts")
 SCHEMA = Range(
     "schema",
@@ -98,7 +98,7 @@ SCHEMA = Range(
 
 
 def integer(low: int, high: float = math.inf, note: str = "", most: str = "") -> Range:
-    """Integers from ``low`` to ``high``, which is written as ``most``."""
+    """Integers from ``low`` to ``high``, which the texts write as ``most``."""
     return _numbers("integer", "an integer", _is_integer, low, high, note, most)
 
 
@@ -117,8 +117,8 @@ def _numbers(
 ) -> Range:
     short = f"from {low}" if high == math.inf else f"{low} to {most or high}"
     text = f"of at least {low}" if high == math.inf else f"from {short}"
-    said = f" ({note})" if note else ""
-    return Range(kind, f"{name} {text}{said}", lambda value: holds(value, low, high), short, note)
+    remark = f" ({note})" if note else ""
+    return Range(kind, f"{name} {text}{remark}", lambda value: holds(value, low, high), short, note)
 
 
 def above(low: float, high: float = math.inf) -> Range:
@@ -131,7 +131,7 @@ def above(low: float, high: float = math.inf) -> Range:
 
 
 def one_of(*choices: str | bool) -> Range:
-    """A few values with a name."""
+    """A few named values."""
 
     def holds(value: object) -> bool:
         return any(value is choice or (isinstance(value, str) and value == choice) for choice in choices)
@@ -186,7 +186,7 @@ def biases(size: float, most: int) -> Range:
 
 
 def drop_empty(values: Range) -> Range:
-    """The tuples of a range but the empty one."""
+    """The tuples of a range, except the empty one."""
     expected = values.expected.replace("a list", "a non-empty list")
     return replace(values, expected=expected, holds=lambda value: values.holds(value) and value != ())
 

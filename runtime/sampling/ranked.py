@@ -1,4 +1,4 @@
-"""The most probable tokens of a position, where the other logits stay on the GPU until a request needs them."""
+"""The most probable tokens of a position; the other logits stay on the GPU until a request needs them."""
 
 import math
 from collections.abc import Callable
@@ -13,38 +13,31 @@ from llmc.runtime.sampling.truncation import ACCURACY, Candidates, Rest, Undecid
 
 @dataclass(frozen=True)
 class Ranked:
-    """One position's most probable tokens; the next call may overwrite all of it.
+    """One position's most probable tokens; the next call may overwrite them.
 
-    What is chosen from them is what the whole row would give, or :class:`UndecidedError` is raised.
-
-    Attributes:
-        ids: of the most probable tokens [K], which of several equal ones is open.
-        values: their logits [K], the largest first.
-        total: sum of exp(logit - largest) over the vocabulary, to about 1e-6 of itself.
-        vocab_size: tokens in all.
-        whole: gets the logits of all tokens [V].
+    A choice made from them equals the choice from the whole row; otherwise :class:`UndecidedError` is raised.
     """
 
-    ids: npt.NDArray[np.int64]
-    values: Logits
-    total: float
-    vocab_size: int
-    whole: Callable[[], Logits]
+    ids: npt.NDArray[np.int64]  # of the most probable tokens [K]; ties are in any order
+    values: Logits  # their logits [K], the largest first
+    total: float  # sum of exp(logit - largest) over the vocabulary, to about 1e-6 of itself
+    vocab_size: int  # tokens in all
+    whole: Callable[[], Logits]  # copies the logits of all tokens [V] from the GPU
 
     def copy(self) -> Logits:
-        """The whole row, to keep."""
+        """The whole row, as a copy."""
         row: Logits = self.whole().copy()
         return row
 
     def best(self) -> int:
-        """The most probable token, of several the one with the lowest id."""
+        """The most probable token, ties by lowest id."""
         peak = self._peak()
         if len(self.ids) < self.vocab_size and peak == self.values.min():
             raise UndecidedError
         return int(self.ids[self.values == peak].min())
 
     def candidates(self) -> Candidates:
-        """The tokens by id, and what is known of the rest."""
+        """The tokens by id, and bounds on the rest."""
         self._peak()
         order = self.ids.argsort()
         values = self.values[order]
@@ -59,7 +52,7 @@ class Ranked:
         return float(self._peak()) + math.log(self.total)
 
     def _peak(self) -> np.float32:
-        """The largest logit; logits that are not finite anywhere leave the total infinite or NaN, or the first one."""
+        """The largest logit; non-finite logits make the total or the first value infinite or NaN."""
         peak: np.float32 = self.values.max()
         if self.values[0] != peak or not math.isfinite(self.total):
             raise UndecidedError

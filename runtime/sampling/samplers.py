@@ -31,7 +31,7 @@ from llmc.runtime.sampling.truncation import Candidates, Tokens, UndecidedError
 
 
 class Choice(NamedTuple):
-    """A token and, if the request asked for them, the log-probabilities where it was chosen."""
+    """A token and, if the request asked for them, the log-probabilities at its position."""
 
     token: int
     logprobs: TokenLogprobs | None = None
@@ -49,12 +49,12 @@ def make_sampler(context: SamplingContext, index: int = 0) -> "Sampler":
 
 
 class Sampler:
-    """Chooses the tokens of one request. Use it from one thread at a time: what it chose before may count.
+    """Chooses the tokens of one request. Use it from one thread at a time: it keeps state between tokens.
 
     Args:
         processors, cuts: by name, in order.
-        seed: of the draws; None takes the most probable token, of several the one with the lowest id.
-        guide: told every token chosen.
+        seed: of the draws; None takes the most probable token, ties by lowest id.
+        guide: receives every token chosen.
         top: how many of the most probable tokens to report; None reports no log-probabilities.
     """
 
@@ -71,10 +71,10 @@ class Sampler:
         self._guide, self._top = guide, top
         self.seed = seed
         self.ranks = not processors and (seed is None or not CLOSING.isdisjoint(cuts))
-        """Whether the most probable tokens alone may decide; processors and other cuts need all logits."""
+        """True if the most probable tokens may decide; processors and other cuts need all logits."""
 
     def __call__(self, logits: Logits | Ranked, tokens: Sequence[int]) -> Choice:
-        """The token that follows ``tokens`` (prompt and output), from ``logits`` (float32 [V], left as they are).
+        """The token that follows ``tokens`` (prompt and output), from ``logits`` (float32 [V], not changed).
 
         Call it once for each token, in order, with the tokens chosen before.
 
@@ -82,7 +82,7 @@ class Sampler:
             NonFiniteError: the logits hold NaN or +inf, or nothing but -inf.
             RequestError: no token is allowed.
             GrammarError: the guide allows no token.
-            ProcessorError: a processor of the request raised, or returned something that is no logits.
+            ProcessorError: a processor of the request raised, or did not return logits.
         """
         if isinstance(logits, Ranked):
             with suppress(UndecidedError):
@@ -98,23 +98,23 @@ class Sampler:
         return Choice(token, None if self._top is None else token_logprobs(logits, token, self._top))
 
     def _choose_ranked(self, ranked: Ranked, position: int) -> Choice:
-        """The choice that the whole row would give. Raises UndecidedError: only the row tells."""
+        """The choice that the whole row would give. Raises UndecidedError: only the whole row can decide."""
         if not self.ranks:
             raise UndecidedError
         token = ranked.best() if self.seed is None else self._draw(ranked.candidates(), position, self.seed)
         return Choice(token, None if self._top is None else candidate_logprobs(ranked, token, self._top))
 
-    def _draw(self, found: Candidates, position: int, seed: int) -> int:
+    def _draw(self, candidates: Candidates, position: int, seed: int) -> int:
         for name, cut in self._cuts.items():
-            if found.rest is not None and name not in OPEN:
+            if candidates.rest is not None and name not in OPEN:
                 raise UndecidedError
-            found = cut(found, position)
-        if found.rest is not None:
+            candidates = cut(candidates, position)
+        if candidates.rest is not None:
             raise UndecidedError
-        place = pick(weigh(found.logits), uniform(seed, position, 0))
+        index = pick(weigh(candidates.logits), uniform(seed, position, 0))
         if self._mirostat is not None:
-            self._mirostat.observe(place)
-        return int(found.tokens[place])
+            self._mirostat.observe(index)
+        return int(candidates.tokens[index])
 
     def _process(self, logits: Logits, tokens: Sequence[int]) -> Logits:
         current = logits.copy() if self._processors else logits
@@ -122,7 +122,7 @@ class Sampler:
             current = step(tokens, current)
         peak = float(current.max())
         if not math.isfinite(peak):
-            check_peak(float(logits.max()))  # the model's own fault
+            check_peak(float(logits.max()))  # the model's logits are at fault, not a step
             what = "leave no token" if peak < 0 else "turn logits into NaN or +inf"
             raise RequestError(f"{', '.join(self._processors)} {what} at position {len(tokens)}; loosen one of them")
         return current

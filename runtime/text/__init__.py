@@ -1,1 +1,1 @@
-"""Text to token ids and back: the tokenizer, the detokenizer of a stream, and the checkpoint's chat template."""
+"""Text to token ids and back: the tokenizer, the streaming detokenizer and the checkpoint's chat template."""

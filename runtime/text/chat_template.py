@@ -1,6 +1,6 @@
-"""Messages to a prompt, by the checkpoint's own chat template, as transformers' ``apply_chat_template`` renders them.
+"""Messages to a prompt with the checkpoint's chat template, rendered as by transformers' ``apply_chat_template``.
 
-Templates run in a sandbox (:mod:`llmc.runtime.text.sandbox`) and are given plain copies within bounds.
+Templates run in a sandbox (:mod:`llmc.runtime.text.sandbox`) and receive plain copies of bounded size.
 """
 
 import json
@@ -20,20 +20,20 @@ from llmc.runtime.text.sandbox import Sandbox
 from llmc.runtime.text.tokenizer import CONFIG_FILE, REMEDY, Tokenizer, read_tokenizer_config
 
 TEMPLATE_FILE = "chat_template.jinja"
-# Characters of messages, tools, documents and variables together. Of contexts in use none holds more.
+# Characters of messages, tools, documents and variables together; more than any context in use holds.
 LARGEST_INPUT = 8_000_000
-# As many characters a value counts as: what templates do with 250,000 values, such as to write them as JSON, takes some
-# hundredths of a second, in which nothing else of Python runs.
+# A value counts as this many characters: a template's work on 250,000 values, such as writing them as JSON, takes some
+# hundredths of a second, during which no other Python thread runs.
 VALUE_SIZE = 32
 _TOO_LARGE = f"the messages hold more than {LARGEST_INPUT:,} characters, each value counted as {VALUE_SIZE}; send less"
-# Lists in lists: JSON schemas of tools stay below 20, and Python's own recursion ends at some hundreds.
+# Nesting depth: JSON schemas of tools stay below 20, and Python's own recursion ends at some hundreds.
 DEEPEST = 100
-# Keys whose values templates compare with words; where the value is one, it is not hidden as a control token.
+# Templates compare the values of these keys with known words; such a word is not hidden as a control token.
 _COMPARED = ("role", "type")
-# Roles of which templates may make a control token, as '<|' + role + '|>', without naming them.
+# Templates may turn these roles into control tokens, as '<|' + role + '|>', without naming them.
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-LONGEST_REASON = 500  # characters of what a template says when it refuses, which may be text without end
-# Names under which a message's reasoning is passed; templates read the first, older ones the second.
+LONGEST_REASON = 500  # characters of a template's own error message, which may be of any length
+# Keys that hold a message's reasoning: templates read the first, older ones the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -43,7 +43,7 @@ class ChatTemplate:
     Args:
         templates: jinja sources by name; ``default`` is used, or ``tool_use`` for messages with tools.
         special_tokens: variables such as ``bos_token`` that every template sees.
-        controls: tokens that are marked where the template itself writes them; default: none are.
+        controls: tokens that are marked where the template itself writes them; default: none.
 
     Raises:
         RequestError: the template is not valid jinja.
@@ -62,8 +62,8 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: str | Path, tokenizer: Tokenizer) -> "ChatTemplate":
-        """Load chat_template.jinja, or else what tokenizer_config.json holds. Raises RequestError: the model has no
-        chat template, or one that is not valid jinja; BundleError: a file cannot be read."""
+        """Load chat_template.jinja, or else the template in tokenizer_config.json. Raises RequestError: the model has
+        no chat template, or it is not valid jinja; BundleError: a file cannot be read."""
         return cls(_read_templates(Path(folder)), tokenizer.special_tokens, tokenizer.controls)
 
     def source(self, tools: bool) -> str:
@@ -71,19 +71,19 @@ class ChatTemplate:
         return self._sources[self._name(tools)]
 
     def variables(self, tools: bool) -> frozenset[str]:
-        """Names that the template for messages with tools, or without, may read of what it is given."""
+        """Input names that the template for messages with tools, or without, may read."""
         return self._known[self._name(tools)]
 
     @cached_property
     def _known(self) -> dict[str, frozenset[str]]:
         sandbox = self._marked.sandbox
-        given = sandbox.globals.keys() | self._special_tokens.keys()
+        globals_ = sandbox.globals.keys() | self._special_tokens.keys()
         read = {name: jinja2.meta.find_undeclared_variables(sandbox.parse(s)) for name, s in self._sources.items()}
-        return {name: frozenset(names - given) for name, names in read.items()}
+        return {name: frozenset(names - globals_) for name, names in read.items()}
 
     @cached_property
     def _reads_parts_alone(self) -> bool:
-        """True if the template shows texts in lists of parts, as some of models that see do, and leaves others out."""
+        """True if the template shows texts only in lists of parts, as some vision models' do."""
         text = secrets.token_hex(16)
 
         def shows(content: Any) -> bool:
@@ -109,22 +109,22 @@ class ChatTemplate:
         disguise: Disguise | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt for ``messages``. It holds the special tokens already: encode it without adding them again.
+        """The prompt for ``messages``. It already holds the special tokens: encode it without adding them again.
 
         Args:
-            messages: ``[{"role": ..., "content": ...}, ...]``; further keys are the template's business.
+            messages: ``[{"role": ..., "content": ...}, ...]``; the template decides about further keys.
             add_generation_prompt: end with the beginning of the assistant's answer.
             tools: JSON schemas of functions the model may call.
             documents: texts to answer from.
-            continue_final_message: end where the text of the last message, the assistant's, does. Where the template
-                trims messages, so is the end of that text.
-            disguise: what hides the control tokens that any of these texts spell; default: they are not hidden.
-            variables: whatever else the template reads, such as ``enable_thinking``.
+            continue_final_message: end where the text of the last message, the assistant's, ends. If the template trims
+                messages, that end is trimmed, too.
+            disguise: hides the control tokens that these texts spell; default: they are not hidden.
+            variables: anything else the template reads, such as ``enable_thinking``.
 
         Raises:
-            UsageError: the messages are malformed, nested too deep, or hold what JSON has not.
-            RequestError: the template refuses the messages, leaves out the text that is to be gone on with, or fails;
-                or they have more than :data:`LARGEST_INPUT` characters.
+            UsageError: the messages are malformed, nested too deeply, or hold a value that JSON lacks.
+            RequestError: the template refuses the messages, leaves out the text to be continued, or fails; or they have
+                more than :data:`LARGEST_INPUT` characters.
         """
         compiled, name = self._marked if disguise else self._plain, self._name(tools is not None)
         if not isinstance(messages, list | tuple) or not messages:
@@ -139,14 +139,14 @@ class ChatTemplate:
             checked[-1] = _mark_end(checked[-1], f"{mark} ")
         if self._reads_parts_alone:
             checked = [_with_parts(message) for message in checked]
-        others = {"tools": tools, "documents": documents, **variables}
+        extras = {"tools": tools, "documents": documents, **variables}
 
         def render(copies: _Copies) -> str:
             values = {
                 **compiled.special_tokens,
                 "messages": [copies.message(message, f"messages[{i}]") for i, message in enumerate(checked)],
                 "add_generation_prompt": add_generation_prompt,
-                **{key: copies.plain(value, key) for key, value in others.items()},
+                **{key: copies.plain(value, key) for key, value in extras.items()},
             }
             return compiled.render(name, values)
 
@@ -157,7 +157,7 @@ class ChatTemplate:
 
 
 class _Compiled:
-    """Templates by name, with what ``mark`` makes of their texts and of the special tokens."""
+    """Templates by name, with ``mark`` applied to their source and to the special tokens."""
 
     def __init__(
         self, sources: Mapping[str, str], special_tokens: Mapping[str, str], mark: Callable[[str], str]
@@ -173,7 +173,7 @@ class _Compiled:
 
     @cached_property
     def words(self) -> frozenset[str]:
-        """Names and texts that the templates look for."""
+        """Names and texts that the templates compare with."""
         trees = [self.sandbox.parse(source) for source in self._sources.values()]
         texts = {node.value for tree in trees for node in tree.find_all(jinja2.nodes.Const)}
         return frozenset({*texts, *(node.attr for tree in trees for node in tree.find_all(jinja2.nodes.Getattr))})
@@ -191,11 +191,15 @@ def _read_templates(folder: Path) -> dict[str, str]:
             return {"default": file.read_text(encoding="utf-8")}
         except (OSError, UnicodeDecodeError) as error:
             raise BundleError(f"{file} cannot be read ({error}); {REMEDY}") from error
-    found = read_tokenizer_config(folder).get("chat_template")
-    if found is None:
+    templates_value = read_tokenizer_config(folder).get("chat_template")
+    if templates_value is None:
         raise RequestError("the model has no chat template; pass a prompt instead of messages")
     try:
-        templates = {"default": found} if isinstance(found, str) else {each["name"]: each["template"] for each in found}
+        templates = (
+            {"default": templates_value}
+            if isinstance(templates_value, str)
+            else {each["name"]: each["template"] for each in templates_value}
+        )
     except (TypeError, KeyError) as error:
         raise BundleError(
             "chat_template is neither text nor a list of named texts", path=folder / CONFIG_FILE
@@ -210,10 +214,10 @@ def _read_templates(folder: Path) -> dict[str, str]:
 
 
 def with_calls_as_mappings(messages: Sequence[Any]) -> list[Any]:
-    """The messages with calls as templates read them: OpenAI's clients send arguments as JSON text, templates write
-    them as JSON themselves; and the result of a call has the name of its tool, which some templates write."""
+    """The messages with tool calls as templates read them: arguments, which OpenAI's clients send as JSON text, are
+    parsed; the result of a call gets the name of its tool, which some templates write."""
     names: dict[Any, Any] = {}
-    found = []
+    copies = []
     for message in messages:
         if isinstance(message, Mapping) and isinstance(message.get("tool_calls"), list | tuple):
             calls = [_call(call) for call in message["tool_calls"]]
@@ -222,20 +226,20 @@ def with_calls_as_mappings(messages: Sequence[Any]) -> list[Any]:
         elif isinstance(message, Mapping) and message.get("role") == "tool" and not message.get("name"):
             name = names.get(str(message.get("tool_call_id")))
             message = message if name is None else {**message, "name": name}
-        found.append(message)
-    return found
+        copies.append(message)
+    return copies
 
 
 def _with_parts(message: Any) -> Any:
-    """A message whose text is a part."""
+    """A message whose text is wrapped in a list of parts."""
     if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
         return message
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _mark_end(message: Any, mark: str) -> Any:
-    """The last message with a mark at the end of its text, as transformers finds the place."""
-    wrong = "expected one of the assistant with text, and without calls, for the answer to go on with"
+    """The last message with a mark at the end of its text, which is how transformers finds that position."""
+    wrong = "expected a text of the assistant without calls, for the answer to continue"
     if not isinstance(message, Mapping) or message.get("role") != "assistant" or message.get("tool_calls"):
         raise UsageError("continue_final_message", f"is True, but the last message is another one, {wrong}")
     content = message.get("content")
@@ -250,11 +254,11 @@ def _mark_end(message: Any, mark: str) -> Any:
 
 
 def _until(rendered: str, mark: str) -> str:
-    """The prompt up to the mark; the blank after it tells whether the template keeps blanks at the end of texts."""
-    place = rendered.rfind(mark)
-    if place < 0:
-        raise RequestError("the model's chat template leaves out the last message, with which the answer is to go on")
-    return rendered[:place] if rendered.startswith(f"{mark} ", place) else rendered[:place].rstrip()
+    """The prompt up to the mark; the blank after it shows whether the template keeps blanks at the end of texts."""
+    position = rendered.rfind(mark)
+    if position < 0:
+        raise RequestError("the model's chat template leaves out the last message, which the answer must continue")
+    return rendered[:position] if rendered.startswith(f"{mark} ", position) else rendered[:position].rstrip()
 
 
 def _is_call(call: Any) -> bool:
@@ -269,7 +273,7 @@ def _call(call: Any) -> Any:
         raise RequestError(_TOO_LARGE)
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):  # of an answer that was cut: templates see the text
+    except (ValueError, RecursionError):  # arguments of an answer that was cut off: templates see the text
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
@@ -278,15 +282,15 @@ class _Copies:
     """Copies of what clients pass, made of JSON's types only.
 
     Args:
-        hide: what becomes of every text.
-        words: of copies that can be no part of a control token, what they keep: roles and what the template looks for.
+        hide: applied to every text.
+        words: in copies without control tokens, the texts to keep: roles and texts that the template compares with.
     """
 
     def __init__(self, hide: Callable[[str], str], words: frozenset[str] | None = None) -> None:
         self._text = hide
         self._words = words
         self._keys: dict[Any, str] = {}
-        self._size = 0  # of what is copied
+        self._size = 0  # of the copies
 
     def message(self, message: Any, where: str) -> dict[str, Any]:
         """A message with the keys that templates expect."""
@@ -298,7 +302,7 @@ class _Copies:
             raise UsageError(
                 where, f"has the content {format_value(message.get('content'))}, expected text or a list of parts"
             )
-        # Templates expect what is not there to be missing, not None.
+        # Templates expect a missing value to be absent, not None.
         plain = self.plain({key: value for key, value in message.items() if value is not None}, where)
         reasoning = next((plain[key] for key in _REASONING if plain.get(key) is not None), None)
         return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
@@ -311,10 +315,10 @@ class _Copies:
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, str):
-            return self._text(str.__str__(value))  # whatever a subclass makes of str()
+            return self._text(str.__str__(value))  # a subclass may override str()
         if isinstance(value, int | float):
             number = int(value) if isinstance(value, int) else float(value)
-            return number if self._words is None else number + 1  # another token, if it is a part of one
+            return number if self._words is None else number + 1  # differs, in case it is part of a control token
         if depth == DEEPEST:
             raise UsageError(f"{where:.200}", f"is nested more than {DEEPEST} deep", "nest less")
         if isinstance(value, Mapping):
@@ -333,8 +337,8 @@ class _Copies:
             return key, str.__str__(item) if kept else self._text(item)
         copied = self.plain(key, f"a key of {where}")
         if self._words is not None:
-            other = chr(FIRST_STAND + len(self._keys) % 1000) * 2
-            copied = key if key in self._words else self._keys.setdefault(key, other)
+            stand = chr(FIRST_STAND + len(self._keys) % 1000) * 2
+            copied = key if key in self._words else self._keys.setdefault(key, stand)
         return copied, self.plain(item, f"{where}.{key if isinstance(key, str) else format_value(key):.40}", depth + 1)
 
 
@@ -346,7 +350,7 @@ def _hide_all(text: str) -> str:
 
 
 def _line(message: object) -> str:
-    """A template's own words as one line, which leaves room for ours."""
+    """A template's own message as one line of bounded length."""
     return f"{' '.join(str(message).split()):.{LONGEST_REASON}}"
 
 

@@ -1,13 +1,13 @@
-"""Control tokens are the template's: texts of messages that spell one, such as ``</s>``, stay text.
+"""Keep control tokens, such as ``</s>``, for the template: a message that spells one stays text.
 
-Otherwise whoever writes a message could end it, and speak as the system. It takes three steps. Before the template is
-compiled, the control tokens in its source become single characters (marks). While it runs, what messages spell is
-hidden behind single characters, too (:class:`Disguise`), so that the template can trim, compare and slice as always.
-Then the prompt goes through a twin of the tokenizer that knows control tokens by other, unguessable names
-(:class:`ControlTokens`); the marks are given these names.
+Otherwise the author of a message could end it and speak as the system. There are three steps. Before the template is
+compiled, each control token in its source becomes a single character (a mark). While the template runs, each control
+token in a message is hidden behind a single character, too (:class:`Disguise`), so the template can trim, compare and
+slice as usual. Then a twin of the tokenizer, which knows control tokens by unguessable names (:class:`ControlTokens`),
+encodes the prompt; the marks become these names.
 
-A template may also put a control token together, as ``'<|' + role + '|>'``. Such tokens are the template's if the same
-conversation with harmless texts makes the same sequence of tokens.
+A template may also assemble a control token, as ``'<|' + role + '|>'``. Such tokens count as the template's if the same
+conversation with harmless texts produces the same sequence of control tokens.
 """
 
 import re
@@ -19,17 +19,17 @@ import tokenizers
 
 from llmc.errors import RequestError
 
-# Stands are Tangut ideographs: letters without case, which no template writes. Those of messages are hidden, too.
+# Stands are Tangut ideographs: letters without case that no template uses. Those in messages are hidden, too.
 FIRST_STAND, LAST_STAND = 0x17000, 0x187F7
-# Marks are of the first private area, which has room for any tokenizer's.
+# Marks are private-use characters, enough for any tokenizer's control tokens.
 FIRST_MARK, LAST_MARK = 0xF0000, 0xFFFFD
-STANDS = f"{chr(FIRST_STAND)}-{chr(LAST_STAND)}{chr(FIRST_MARK)}-{chr(LAST_MARK)}"  # and marks, for a class
-# Characters that are looked through in one call, in which no other thread of Python runs: 1 ms.
+STANDS = f"{chr(FIRST_STAND)}-{chr(LAST_STAND)}{chr(FIRST_MARK)}-{chr(LAST_MARK)}"  # with marks, for a regex class
+# Characters searched in one call, during which no other Python thread runs: 1 ms.
 PIECE = 1 << 15
 
 
 class Finder:
-    """A pattern of texts of at most ``longest`` characters, which looks through a long text piece by piece."""
+    """A pattern whose matches have at most ``longest`` characters; it searches a long text in pieces."""
 
     def __init__(self, pattern: str, longest: int) -> None:
         self._pattern, self._longest = re.compile(pattern), longest
@@ -38,7 +38,7 @@ class Finder:
         start = 0
         while start < len(text):
             end = start + PIECE
-            # A match that begins in the piece ends within the longest text behind it.
+            # A match that begins in this piece ends at most `longest` characters after it.
             for match in self._pattern.finditer(text, start, end + self._longest):
                 if match.start() >= end:
                     break
@@ -64,11 +64,11 @@ _STAND = Finder(f"[{STANDS}]", 1)
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer: those that it declares special.
+    """The control tokens of a tokenizer: the tokens that it declares special.
 
     Args:
         backend: the loaded tokenizer, with all its added tokens.
-        unknown: texts of tokens that stand for unknown characters; they control nothing.
+        unknown: texts of tokens for unknown characters, which are not control tokens.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, unknown: Collection[str]) -> None:
@@ -82,7 +82,7 @@ class ControlTokens:
         }
         self._twin = _twin_of(backend, added.values(), self._names)
         self._ids = {self._twin.token_to_id(self._names.get(t.content, t.content)): i for i, t in added.items()}
-        # A word is not marked: templates compare roles and look up keys by words.
+        # A plain word is not marked: templates compare roles and look up keys by words.
         marks = zip(self._names, map(chr, range(FIRST_MARK, LAST_MARK + 1)), strict=False)
         self._marks = {text: mark for text, mark in marks if not text.isidentifier()}
         self.marked = {mark: text for text, mark in self._marks.items()}
@@ -93,49 +93,51 @@ class ControlTokens:
         self.spelt = Finder(any_of(self._names), longest)
 
     def mark(self, text: str) -> str:
-        """``text`` of a template, with a mark in place of each control token."""
+        """``text`` of a template with each control token replaced by its mark."""
         return self._written.sub(lambda match: self._marks.get(match[0], match[0]), text)
 
     def unmark(self, text: str) -> str:
-        """``text`` with control tokens in place of their marks."""
+        """``text`` with each mark replaced by its control token."""
         return self._written.sub(lambda match: self.marked.get(match[0], match[0]), text)
 
     def settle(self, prompt: str, harmless: Callable[[], str]) -> str:
-        """``prompt``, in which all control tokens that are the template's are marked, and others are text.
+        """``prompt`` with all of the template's control tokens marked; others stay text.
 
         Args:
-            prompt: as a template with marks wrote it.
-            harmless: renders the same conversation with texts that can be no part of a control token.
+            prompt: written by a template with marks.
+            harmless: renders the same conversation with texts that cannot be part of a control token.
 
         Raises:
             RequestError: the template and the texts together spell control tokens.
         """
-        found = self._written.findall(prompt)
-        if self._names.keys().isdisjoint(found):
+        written = self._written.findall(prompt)
+        if self._names.keys().isdisjoint(written):
             return prompt
         expected = self._written.findall(harmless())
         if self._names.keys().isdisjoint(expected):
             return prompt
-        if self._texts(found) != self._texts(expected):
+        if self._texts(written) != self._texts(expected):
             raise RequestError(
                 "texts of the request and the model's chat template together spell a control token of the model "
-                f"({next(text for text in found if text in self._names)!r:.60} or another); leave it out"
+                f"({next(text for text in written if text in self._names)!r:.60} or another); leave it out"
             )
         return self.mark(prompt)
 
     def _texts(self, found: Iterable[str]) -> list[str]:
-        """The control tokens among ``found``, whether marked or spelled."""
+        """The control tokens in ``found``, marked or spelled out."""
         return [self.marked.get(text, text) for text in found if text in self.marked or text in self._names]
 
     def all_written(self, prompt: str, ids: Iterable[int]) -> bool:
-        """True if the control tokens of ``ids`` are those that are marked in ``prompt``."""
-        held = [self._control_ids[token_id] for token_id in ids if token_id in self._control_ids]
+        """True if the control tokens in ``ids`` are exactly the marked ones in ``prompt``."""
+        controls_in_ids = [self._control_ids[token_id] for token_id in ids if token_id in self._control_ids]
         controls = {*self._control_ids.values()}
-        return held == [text for mark in self._written.findall(prompt) if (text := self.marked.get(mark)) in controls]
+        return controls_in_ids == [
+            text for mark in self._written.findall(prompt) if (text := self.marked.get(mark)) in controls
+        ]
 
     def encode(self, prompt: str, disguise: "Disguise") -> list[int]:
-        """Token ids of ``prompt``, in which all but marks is text.
-        Raises RequestError: even so this tokenizer makes a control token of some text."""
+        """Token ids of ``prompt``; everything except marks is text.
+        Raises RequestError: this tokenizer still makes a control token from some text."""
 
         def named(match: re.Match[str]) -> str:
             text = self.marked.get(match[0])
@@ -152,7 +154,7 @@ class ControlTokens:
 
 
 class Disguise:
-    """Characters that stand for the control tokens that messages spell, for the time of one rendering."""
+    """Characters that stand for the control tokens in messages during one rendering."""
 
     def __init__(self, controls: ControlTokens) -> None:
         self.controls = controls
@@ -179,11 +181,11 @@ class Disguise:
 def _twin_of(
     backend: tokenizers.Tokenizer, added: Iterable[tokenizers.AddedToken], names: dict[str, str]
 ) -> tokenizers.Tokenizer:
-    """A tokenizer on the same vocabulary, in whose added tokens those of ``names`` have these."""
-    twin = tokenizers.Tokenizer(backend.model)  # which is shared, not copied
+    """A tokenizer with the same vocabulary, whose added tokens in ``names`` have these names instead."""
+    twin = tokenizers.Tokenizer(backend.model)  # shared, not copied
     for part in ("normalizer", "pre_tokenizer"):
-        if (found := getattr(backend, part)) is not None:
-            setattr(twin, part, found)
+        if (component := getattr(backend, part)) is not None:
+            setattr(twin, part, component)
     renamed = [
         tokenizers.AddedToken(
             names.get(token.content, token.content),
@@ -196,7 +198,7 @@ def _twin_of(
     ]
     ids = [backend.model.token_to_id(token.content) for token in renamed]
     twin.add_tokens([token for token, token_id in zip(renamed, ids, strict=True) if token_id is not None])
-    # The library numbers new ones from the size of the vocabulary on, or from the last of those.
+    # The library numbers new tokens from the vocabulary's size or the last added token on.
     start = max([backend.get_vocab_size(with_added_tokens=False) - 1, *(i for i in ids if i is not None)]) + 1
     new = [token for token, token_id in zip(renamed, ids, strict=True) if token_id is None]
     twin.add_tokens([*_beyond_gaps(backend.model, new, start)])
@@ -206,8 +208,8 @@ def _twin_of(
 def _beyond_gaps(
     model: tokenizers.models.Model, new: Iterable[tokenizers.AddedToken], token_id: int
 ) -> Iterator[tokenizers.AddedToken]:
-    """``new``, numbered from ``token_id`` on, with tokens that no text spells where the vocabulary has the id itself:
-    one with gaps has ids beyond its size."""
+    """``new`` tokens, numbered from ``token_id``; an id that the vocabulary already uses (it has gaps) is filled with a
+    token that no text spells."""
     for token in new:
         while model.id_to_token(token_id) is not None:
             yield tokenizers.AddedToken(secrets.token_hex(16), normalized=False)
@@ -217,7 +219,7 @@ def _beyond_gaps(
 
 
 def any_of(texts: Iterable[str]) -> str:
-    """A regular expression of these texts, the longest first; of none if there are none."""
+    """A regular expression for these texts, longest first; it matches nothing if there are none."""
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree
@@ -228,8 +230,8 @@ def any_of(texts: Iterable[str]) -> str:
 
 
 def _branches(node: dict[str, Any]) -> str:
-    found = [re.escape(character) + _branches(rest) for character, rest in node.items() if character]
-    if not found:
+    branches = [re.escape(character) + _branches(rest) for character, rest in node.items() if character]
+    if not branches:
         return ""
-    joined = found[0] if len(found) == 1 and "" not in node else f"(?:{'|'.join(found)})"
+    joined = branches[0] if len(branches) == 1 and "" not in node else f"(?:{'|'.join(branches)})"
     return f"{joined}?" if "" in node else joined

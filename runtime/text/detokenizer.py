@@ -1,4 +1,4 @@
-"""Text out of a stream of tokens: whole characters only, and nothing of a stop string."""
+"""Text from a stream of tokens: whole characters only, without stop strings."""
 
 from collections.abc import Collection, Sequence
 
@@ -8,16 +8,16 @@ _REPLACEMENT = "\ufffd"
 
 
 class TextStream:
-    """Turns one request's tokens into pieces of text that are final once returned.
+    """Turns one request's tokens into pieces of text; a returned piece is final.
 
-    All pieces together equal ``tokenizer.decode`` of all tokens, up to the first stop string to be completed (of two
-    completed by the same character, the longer one). The cost of a token does not grow with those before it.
+    The pieces together equal ``tokenizer.decode`` of all tokens, up to the first complete stop string (if two end with
+    the same character, the longer one). The cost of a token does not grow with the number of earlier tokens.
 
     Args:
-        tokenizer: of the model that wrote the tokens. Special tokens give no text.
-        stop: texts that end the stream; none of them, nor their beginnings, are ever returned and taken back.
-        keep_stop: return the one that ends the stream, too.
-        shown: special tokens that give their names as text all the same.
+        tokenizer: of the model that wrote the tokens. Special tokens have no text.
+        stop: texts that end the stream; no part of one is ever returned.
+        keep_stop: also return the stop string that ends the stream.
+        shown: special tokens whose names are part of the text.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class TextStream:
     def push(self, token_id: int, stopping: bool = True) -> str:
         """Take the next token and return the text that has become certain, often none.
 
-        Without ``stopping`` nothing ends the stream and no text is held back for a stop string; one that is found later
-        lies wholly behind it.
+        Without ``stopping``, no stop string ends the stream and no text is held back for one; a stop string matched
+        later lies wholly after this text.
         """
         if self.stopped is not None:
             return ""
@@ -51,13 +51,13 @@ class TextStream:
         return text + rest
 
     def _until_stop(self, text: str) -> str:
-        """The part of ``text`` that no stop string can claim any more; the rest is held."""
+        """The part of ``text`` that cannot belong to a stop string; the rest is held back."""
         if not self._stop and not self._held:
             return text
         stops = self._stop if self._stopping else ()
-        found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
-        if found:
-            end, _, self.stopped = min(found)
+        matches = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
+        if matches:
+            end, _, self.stopped = min(matches)
             self._held = ""
             return text[: end if self._keep_stop else end - len(self.stopped)]
         certain = len(text) - max((overlap(text, stop) for stop in stops), default=0)
@@ -66,7 +66,7 @@ class TextStream:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` with which ``stop`` begins, shorter than it."""
+    """Length of the longest proper suffix of ``text`` that ``stop`` begins with."""
     start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while start >= 0 and not stop.startswith(text[start:]):
         start = text.find(stop[0], start + 1)
@@ -82,7 +82,7 @@ def decode_all(tokenizer: Tokenizer, ids: Sequence[int], shown: Collection[int] 
 
 
 class NoText(TextStream):
-    """The stream of a request that wants no text."""
+    """The stream of a request without text."""
 
     def __init__(self) -> None:
         self.stopped = None
@@ -95,15 +95,15 @@ class NoText(TextStream):
 
 
 class _IncrementalDecoder:
-    """Decodes over a short window of the last tokens.
+    """Decodes a short window of the last tokens.
 
     A decoder may treat the first token differently (Metaspace and Strip drop a space), so the window keeps some tokens
-    whose text was returned already. A character may be spread over tokens: what is incomplete shows as one U+FFFD at
-    the end, which is held back; one bad byte-fallback token turns a whole run of them into U+FFFD, so a run waits for
-    its end. Where tokens are bytes and nothing else, the window is empty after whole characters.
+    whose text was already returned. A character may span several tokens: an incomplete one decodes to U+FFFD at the
+    end, which is held back; one bad byte-fallback token turns a whole run of them into U+FFFD, so a run waits for its
+    end. If every token is plain bytes, the window is empty after whole characters.
     """
 
-    # An incomplete character has at most 3 bytes, hence 3 tokens; one more stands before them.
+    # An incomplete character has at most 3 bytes, hence 3 tokens; one more precedes them.
     _KEPT = 4
     _LONGEST = 12
 
@@ -111,7 +111,7 @@ class _IncrementalDecoder:
         self._tokenizer = tokenizer
         self._shown = frozenset(shown)
         self._window: list[int] = []
-        self._returned = 0  # characters of the window's text
+        self._returned = 0  # characters of the window's text that were returned
 
     def push(self, token_id: int) -> str:
         joins = self._tokenizer.joins_bytes
@@ -137,7 +137,7 @@ class _IncrementalDecoder:
         return delta
 
     def _name_token(self, token_id: int) -> str:
-        """The text so far that was not returned yet, and the token's name; what follows is a text of its own."""
+        """The text not yet returned and the token's name; text after it is decoded separately."""
         text = self.finish() + self._tokenizer.decode([token_id], skip_special_tokens=False)
         self._window, self._returned = [], 0
         return text

@@ -1,4 +1,4 @@
-"""Fill in the middle: prompts with a gap, by the marks that families of models have for them."""
+"""Fill in the middle: prompts with a gap, written with a model family's marks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,27 +8,22 @@ TokenOf = Callable[[str], int | None]
 
 @dataclass(frozen=True)
 class Infill:
-    """The marks of a family, each one token.
+    """A family's marks, one token each."""
 
-    Attributes:
-        prefix, suffix, middle: before the text before the gap, before the text after it, and where the gap begins;
-            ``middle`` is empty where the gap begins after the text before it.
-        suffix_first: the text after the gap comes first.
-        ends: tokens beside these marks that end an answer.
-    """
-
+    # before the text before the gap, before the text after it, and where the gap begins; `middle` is empty if the gap
+    # begins after the text before it
     prefix: str
     suffix: str
     middle: str
-    suffix_first: bool = False
-    ends: tuple[str, ...] = ()
+    suffix_first: bool = False  # True if the text after the gap comes first
+    ends: tuple[str, ...] = ()  # further tokens that end an answer
 
     @property
     def marks(self) -> tuple[str, ...]:
         return tuple(filter(None, (self.prefix, self.suffix, self.middle)))
 
 
-# As each family's model card or paper writes them.
+# From each family's model card or paper.
 FAMILIES = (
     # Qwen2.5-Coder, Qwen3-Coder, CodeGemma, Granite 4, Yi-Coder
     Infill("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", ends=("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>",
@@ -45,12 +40,12 @@ FAMILIES = (
 
 
 def find_infill(token_of: TokenOf) -> Infill | None:
-    """The family of a tokenizer; None if it has no marks that are known. ``token_of``: a token's id by its text."""
+    """The family of a tokenizer; None if it has no known marks. ``token_of``: a token's id by its text."""
     return next((each for each in FAMILIES if all(token_of(mark) is not None for mark in each.marks)), None)
 
 
 def write_infill(infill: Infill, token_of: TokenOf, before: Sequence[int], after: Sequence[int]) -> list[int]:
-    """The prompt of a gap between the tokens of two texts."""
+    """The prompt for a gap between the tokens of two texts."""
 
     def marked(mark: str, tokens: Sequence[int]) -> list[int]:
         token = token_of(mark) if mark else None
@@ -63,6 +58,6 @@ def write_infill(infill: Infill, token_of: TokenOf, before: Sequence[int], after
 
 
 def find_ends(infill: Infill, token_of: TokenOf) -> list[int]:
-    """Tokens that end what fills a gap."""
-    found = (token_of(mark) for mark in (*infill.marks, *infill.ends))
-    return [token for token in found if token is not None]
+    """Tokens that end the text in the gap."""
+    tokens = (token_of(mark) for mark in (*infill.marks, *infill.ends))
+    return [token for token in tokens if token is not None]

@@ -1,4 +1,4 @@
-"""Prompts that an embedding model's checkpoint names: what stands before a text, by the kind of text that it is."""
+"""An embedding model's prompts: the words that its checkpoint puts before each kind of text."""
 
 import re
 from collections.abc import Mapping
@@ -11,15 +11,15 @@ from llmc.bundle import PROMPTS_FILE
 from llmc.errors import BundleError, UsageError, format_value
 from llmc.strict import read_json
 
-# Prompts that state a task in words: a text's own task may take the place of these words.
+# Prompts that contain a task description, which a text's own task may replace.
 TASKS = (re.compile(r"(Instruct: )(.*)(\nQuery: ?)", re.DOTALL), re.compile(r"(task: )(.*)( \| query: )", re.DOTALL))
 MOST_PROMPTS, LONGEST_PROMPT = 256, 10_000
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts by name, the one that is used by default (empty for none), and the width that vectors are cut to by
-    default (0 for none)."""
+    """Prompts by name, the name of the default (empty for none), and the default width that vectors are cut to (0 for
+    none)."""
 
     named: Mapping[str, str]
     default: str = ""
@@ -27,8 +27,8 @@ class Prompts:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Prompts":
-        """Read sentence-transformers' file of a bundle; without one there are no prompts.
-        Raises BundleError: it is broken."""
+        """Read sentence-transformers' file in a bundle; without the file there are no prompts.
+        Raises BundleError: the file is broken."""
         path = folder / PROMPTS_FILE
         try:
             values = read_json(path)
@@ -36,9 +36,9 @@ class Prompts:
             return cls({})
         except (OSError, ValueError) as error:
             raise BundleError(f"{path} is broken ({error}); take it from the checkpoint again") from error
-        found: dict[str, Any] = values if isinstance(values, dict) else {"prompts": "none"}
-        name, dimensions = found.get("default_prompt_name"), found.get("truncate_dim")
-        named = {} if found.get("prompts") is None else found["prompts"]
+        config: dict[str, Any] = values if isinstance(values, dict) else {"prompts": "none"}
+        name, dimensions = config.get("default_prompt_name"), config.get("truncate_dim")
+        named = {} if config.get("prompts") is None else config["prompts"]
         sound = (
             isinstance(named, dict)
             and len(named) <= MOST_PROMPTS
@@ -53,15 +53,14 @@ class Prompts:
         return cls(named, named[name] if name is not None else "", dimensions or 0)
 
     def prefix(self, instruction: str | None) -> str:
-        """The words before a text.
+        """The words to put before a text.
 
         Args:
-            instruction: the name of a prompt; a task in words, which takes the place of the one that the checkpoint's
-                prompt states; a whole prompt, which ends in a colon or where no prompt states a task; or None for the
-                default.
+            instruction: the name of a prompt; a task in words, which replaces the task in the checkpoint's prompt; a
+                whole prompt (it ends in a colon, or no prompt has a task); or None for the default.
 
         Raises:
-            UsageError: it is no text.
+            UsageError: it is not a text.
         """
         if instruction is None:
             return self.default
@@ -70,7 +69,7 @@ class Prompts:
         if instruction in self.named or not instruction:
             return self.named.get(instruction, "")
         if not instruction.rstrip().endswith(":"):
-            for form, prompt in product(TASKS, self.named.values()):
-                if found := form.fullmatch(prompt):
-                    return f"{found[1]}{instruction}{found[3]}"
+            for pattern, prompt in product(TASKS, self.named.values()):
+                if match := pattern.fullmatch(prompt):
+                    return f"{match[1]}{instruction}{match[3]}"
         return instruction

@@ -1,8 +1,8 @@
-"""The environment of chat templates: jinja's immutable sandbox, with what transformers gives them.
+"""The environment of chat templates: jinja's immutable sandbox with the functions that transformers provides.
 
-Templates are programs of whoever made the checkpoint. The sandbox keeps them from Python's insides; what they are given
-is bounded by :mod:`llmc.runtime.text.chat_template`, and :mod:`llmc.runtime.text.trial` tries them before their first
-use.
+Templates are programs by the checkpoint's author. The sandbox keeps them away from Python's internals;
+:mod:`llmc.runtime.text.chat_template` bounds their input, and :mod:`llmc.runtime.text.trial` tries them before their
+first use.
 """
 
 import json
@@ -19,18 +19,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llmc.runtime.text.control_tokens import STANDS
 
-# Characters; templates in use have up to some 30,000, and compiling takes up to 0.1 ms for each.
+# Characters; templates in use have up to about 30,000, and each takes up to 0.1 ms to compile.
 LONGEST_SOURCE = 100_000
-_ESCAPED = re.compile(f"[^\x00-\x7f{STANDS}]+")  # of JSON in ASCII
+_ESCAPED = re.compile(f"[^\x00-\x7f{STANDS}]+")  # characters to escape in ASCII JSON
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of chat templates. ``mark``: what becomes of the texts that templates are written in."""
+    """The environment of chat templates. ``mark`` is applied to the texts in their source."""
 
     def __init__(self, mark: Callable[[str], str] = str) -> None:
         self._mark = mark
         extensions = [_GenerationTag, jinja2.ext.loopcontrols]
-        # Not optimized: a template would compute its constants, of any size, while it is compiled.
+        # Not optimized: constants of any size would be computed while the template is compiled.
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False)
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         self.filters["tojson"] = to_json
@@ -54,8 +54,8 @@ def _raise_exception(message: Any) -> NoReturn:
     raise jinja2.TemplateError(str(message))
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
 
 
 def to_json(
@@ -65,13 +65,13 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja's own filter would escape HTML, and ``json`` the characters that stand for control tokens."""
+    """JSON without HTML escapes (unlike jinja's filter) and with the characters that stand for control tokens kept."""
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     return _ESCAPED.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}...{% endgeneration %}`` marks the assistant's words for training; here it prints its body."""
+    """``{% generation %}...{% endgeneration %}`` marks the assistant's text for training; here it prints its body."""
 
     tags = {"generation"}  # noqa: RUF012 (the type jinja declares)
 

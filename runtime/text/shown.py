@@ -1,4 +1,4 @@
-"""Parts of a request that its chat template leaves out are refused: the model would never see them."""
+"""Refuse parts of a request that its chat template leaves out: the model would never see them."""
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -30,13 +30,13 @@ def render_messages(
     """The prompt for ``messages``, with the arguments and errors of :meth:`ChatTemplate.render`.
 
     Args:
-        write: spells calls, names with arguments, as part of the content where the template shows none, for clients
-            that tell the model of tools in another way.
-        ignored: is told that names of messages, which are refused without it, or words beside calls are not shown.
+        write: writes calls (names with arguments) into the content if the template does not show them, for clients that
+            describe tools to the model in another way.
+        ignored: called if names of messages (refused without it) or words beside calls are not shown.
 
     Raises:
-        UsageError: the template does not read what is given, or shows nothing of a message, or of names, calls or
-            results in messages.
+        UsageError: the template does not read an argument, or leaves out a message, or names, calls or results in
+            messages.
     """
     known = template.variables(tools is not None)
     tools = tools and [_without_strict(tool) for tool in tools]
@@ -44,13 +44,13 @@ def render_messages(
         raise UsageError(
             "tools",
             f"is given, {_ADVICE}",
-            "leave it out, or tell the model of them in a message and name its tool_format",
+            "leave it out, or describe the tools in a message and name the model's tool_format",
         )
     if documents and "documents" not in known:
         raise UsageError("documents", f"is given, {_ADVICE}", "write them into a message")
     if unknown := variables.keys() - known:
-        own = sorted(known - {"messages", "tools", "documents", "add_generation_prompt"})
-        expected = f"expected some of {', '.join(own)}" if own else "which reads none; leave it out"
+        readable = sorted(known - {"messages", "tools", "documents", "add_generation_prompt"})
+        expected = f"expected some of {', '.join(readable)}" if readable else "which reads none; leave it out"
         raise UsageError(
             "chat_template_kwargs",
             f"holds {format_value(min(unknown))}, which the model's chat template does not read, {expected}",
@@ -67,12 +67,12 @@ def render_messages(
             **variables,
         )
 
-    if "developer" not in template.source(tools is not None):  # whose role the system's is elsewhere
+    if "developer" not in template.source(tools is not None):  # other templates treat this role as the system's
         messages = [{**message, "role": "system"} if _is(message, "developer") else message for message in messages]
     prompt = render(messages)
     _refuse_hidden(render, messages, continue_final_message, ignored)
-    for said, less in _LESS:
-        fewer = [found for message in messages if (found := less(message)) is not None]
+    for name, less in _LESS:
+        fewer = [stripped for message in messages if (stripped := less(message)) is not None]
         if fewer != list(messages) and _same(render, fewer, prompt):
             if less is _without_calls and write is not None:
                 messages = [_spell_calls(message, write) for message in with_calls_as_mappings(messages)]
@@ -82,7 +82,7 @@ def render_messages(
                 ignored("messages.name")
                 continue
             format_too = " or name the model's tool_format" if less is _without_calls else ""
-            raise UsageError("messages", f"holds {said}, {_ADVICE}", f"write it into the content{format_too}")
+            raise UsageError("messages", f"holds {name}, {_ADVICE}", f"write it into the content{format_too}")
     return prompt
 
 
@@ -91,9 +91,9 @@ def _refuse_hidden(
 ) -> None:
     """Refuse messages whose texts the template leaves out, such as those of a role that it does not know.
 
-    All texts are rendered once more as random numbers, which the prompt must hold. Results of tools are compared below;
-    of a message that is gone on with the end is looked for anyway. Words beside calls are the model's own, and many
-    templates leave them out: they are ignored.
+    All texts are rendered once more as random numbers; the prompt must contain them. Results of tools are compared
+    later; the end of a continued message is searched for anyway. Many templates leave out the model's words beside
+    calls: those are ignored.
     """
     key, owners = f"{secrets.randbelow(10**18):018}", list[int]()
 
@@ -105,7 +105,7 @@ def _refuse_hidden(
     marked = [m if _is(m, "tool") else _replace_texts(m, partial(mark, i)) for i, m in enumerate(messages[:end])]
     try:
         shown = {piece[:9] for piece in render([*marked, *messages[end:]]).split(key)[1:]}
-    except (RequestError, UsageError):  # a template that refuses other texts has looked at them
+    except (RequestError, UsageError):  # a template that refuses other texts has read them
         return
     for index in (index for number, index in enumerate(owners) if f"{number:09}" not in shown):
         if not messages[index].get("tool_calls"):
@@ -119,7 +119,7 @@ def _refuse_hidden(
 
 
 def _replace_texts(message: Any, mark: Callable[[], str]) -> Any:
-    """The message with a mark in place of each of its texts; images and blanks stay."""
+    """The message with each text replaced by a mark; images and blanks stay."""
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": mark()} if content.strip() else message
@@ -134,7 +134,7 @@ def _replace_text(part: Any, mark: Callable[[], str]) -> Any:
 
 
 def _same(render: Callable[[Messages], str], messages: Messages, prompt: str) -> bool:
-    """True if other messages make the same prompt; a template that refuses them has looked at the difference."""
+    """True if other messages give the same prompt; a template that refuses them has read the difference."""
     try:
         return bool(messages) and render(messages) == prompt
     except (RequestError, UsageError):
@@ -142,13 +142,13 @@ def _same(render: Callable[[Messages], str], messages: Messages, prompt: str) ->
 
 
 def _spell_calls(message: Any, write: Write) -> Any:
-    """A message with its calls in its content; UsageError for those of an answer that was cut."""
+    """A message with its calls written into its content; UsageError for the calls of an answer that was cut off."""
     if not (_is(message, "assistant") and message.get("tool_calls")):
         return message
     calls = [(call["function"]["name"], call["function"].get("arguments") or {}) for call in message["tool_calls"]]
     if not all(isinstance(given, Mapping) for _, given in calls):
         raise UsageError(
-            "messages", "holds a call whose arguments are no JSON object, which cannot be written", "leave it out"
+            "messages", "holds a call whose arguments are not a JSON object, so it cannot be written", "leave it out"
         )
     content = message.get("content") or ""
     text = content + ("\n" if content else "") + write(calls)
@@ -156,7 +156,7 @@ def _spell_calls(message: Any, write: Write) -> Any:
 
 
 def _without_strict(tool: Any) -> Any:
-    """A tool as models see it, without ``strict``, which concerns only the grammar of calls."""
+    """A tool without ``strict``, which only concerns the grammar of calls and is not shown to the model."""
     if not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
         return tool
     return {**tool, "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
@@ -182,9 +182,9 @@ def _without_result(message: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None if _is(message, "tool") else message
 
 
-# Messages without a part that they may have, and what that part is called.
+# Optional parts of a message: the name of each, and a function that removes it.
 _LESS: tuple[tuple[str, Callable[[Mapping[str, Any]], Mapping[str, Any] | None]], ...] = (
-    ("tool_calls", _without_calls),  # or else in the format that the client names
+    ("tool_calls", _without_calls),  # or in the format that the client names
     ("a name", _without_name),
     ("the result of a tool", _without_result),
 )

@@ -1,7 +1,7 @@
-"""Text to token ids and back, with the ids and the text that transformers' fast tokenizers give.
+"""Text to token ids and back, with the same ids and text as transformers' fast tokenizers.
 
-tokenizer.json decides. transformers 5 does the same, except for classes that it builds anew from the vocabulary:
-``LlamaTokenizer`` then adds its leading space in other places than tokenizer.json and SentencePiece (after special
+tokenizer.json decides. transformers 5 does the same, except for classes that it rebuilds from the vocabulary:
+``LlamaTokenizer`` then adds its leading space in other places than tokenizer.json and SentencePiece do (after special
 tokens, before a space).
 """
 
@@ -22,21 +22,21 @@ from llmc.strict import read_json
 
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
-# Characters per token that no usual text exceeds; of longer ones it is first seen whether their beginning fits.
+# Usual texts have fewer characters per token; for a longer text, first check whether its beginning fits.
 PLAIN_CHARACTERS = 8
-# Tokens that a cut through the middle of a text may change.
+# Number of tokens that may change if a text is cut in the middle.
 CUT_TOKENS = 64
-# Classes of transformers that put no token around a text, whatever tokenizer.json says.
+# Classes of transformers that add no tokens around a text, regardless of tokenizer.json.
 _BARE_CLASSES = ("GPTNeoXTokenizer", "GPTNeoXTokenizerFast")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
-    """A tokenizer.json, with what the files beside it say about special tokens. Safe to share between threads.
+    """A tokenizer.json, with the special tokens of the files beside it. Safe to share between threads.
     ``special_tokens``: texts by name (``bos_token``, ``eos_token``, ...), as chat templates see them.
 
     Attributes:
-        joins_bytes: True if a text is the bytes of its tokens one after the other, whichever these are.
+        joins_bytes: True if every text is its tokens' bytes in sequence.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> None:
@@ -72,40 +72,40 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included; the model's own vocabulary may be padded beyond it."""
+        """Number of tokens, including added ones; the model's own vocabulary may be padded beyond it."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``; with ``add_special_tokens`` also what the tokenizer puts around a prompt, such as BOS.
+        """Token ids of ``text``; with ``add_special_tokens`` also the tokens around a prompt, such as BOS.
 
-        Special tokens that ``text`` spells are special tokens.
+        Special tokens spelled in ``text`` become special tokens.
 
         Raises:
             UsageError: ``text`` is not a string.
-            RequestError: ``text`` holds what is no Unicode text, such as undecodable bytes.
+            RequestError: ``text`` is not valid Unicode; it has undecodable bytes, for instance.
         """
         with _translate_errors(text):
-            # Unlike encode, this lets other threads of Python run meanwhile.
+            # Unlike encode, this releases Python's lock.
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_cut(self, text: str, most: int | None, pair: str | None = None) -> list[int]:
-        """:meth:`encode` of the beginning of ``text`` in at most ``most`` tokens, with what the tokenizer puts around.
+        """:meth:`encode` the beginning of ``text`` in at most ``most`` tokens, including those around it.
 
-        Of two texts the second one, ``pair``, is cut; None cuts nothing. RequestError if the rest alone is too long.
+        Of two texts, the second one (``pair``) is cut; None cuts nothing. RequestError if the rest alone is too long.
         """
         with _translate_errors(text), _translate_errors(pair or ""):
             first = self._backend.encode(text, add_special_tokens=False)
             second = None if pair is None else self._backend.encode(pair, add_special_tokens=False)
             kept = self._backend.num_special_tokens_to_add(pair is not None) + (0 if second is None else len(first))
             if most is not None and kept > most:
-                raise RequestError(f"{kept} tokens are not to be cut, at most {most} are expected; shorten the query")
+                raise RequestError(f"{kept} tokens cannot be cut, expected at most {most}; shorten the query")
             if most is not None:
                 (first if second is None else second).truncate(most - kept)
             return list(self._backend.post_process(first, second, add_special_tokens=True).ids)
 
     def encode_disguised(self, prompt: str, disguise: Disguise) -> list[int]:
-        """Token ids of a prompt that a template with marks rendered: nothing else in it is a control token.
-        Raises RequestError: as :meth:`encode`, or the tokenizer cannot encode such a text otherwise."""
+        """Token ids of a prompt rendered by a template with marks: only marks are control tokens.
+        Raises RequestError: as :meth:`encode`, or the tokenizer cannot encode such a text as text."""
         if not disguise.hidden:
             ids = self.encode(self.controls.unmark(prompt), add_special_tokens=False)
             if self.controls.all_written(prompt, ids):
@@ -114,7 +114,7 @@ class Tokenizer:
             return self.controls.encode(prompt, disguise)
 
     def encode_plain(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """:meth:`encode`, in which what spells a special token stays text; errors as :meth:`encode_disguised`."""
+        """:meth:`encode`, but special tokens spelled in the text stay text; errors as in :meth:`encode_disguised`."""
         disguise = Disguise(self.controls)
         ids = self.encode_disguised(disguise.hide(text), disguise)
         if not add_special_tokens:
@@ -126,25 +126,25 @@ class Tokenizer:
     def _around(self) -> tuple[list[int], list[int]]:
         """The tokens that the tokenizer puts before and after a prompt."""
         bare, whole = self.encode("a", add_special_tokens=False), self.encode("a")
-        start = next(place for place in range(len(whole)) if whole[place : place + len(bare)] == bare)
+        start = next(position for position in range(len(whole)) if whole[position : position + len(bare)] == bare)
         return whole[:start], whole[start + len(bare) :]
 
     def encode_gap(
         self, before: str | Sequence[int], after: str, most: int, add_special_tokens: bool = True
     ) -> tuple[list[int], list[int]]:
-        """The prompt that asks for what is missing between two texts, and the tokens that end the answer.
+        """The prompt for the gap between two texts, and the tokens that end the answer.
 
-        What the texts spell stays text. Of texts with more than ``most`` tokens not all are made.
+        Special tokens spelled in the texts stay text. Texts of more than ``most`` tokens are not fully encoded.
 
         Raises:
-            UsageError: the tokenizer has the marks of no family that is known (fill in the middle).
+            UsageError: the tokenizer has no known marks for a gap (fill in the middle).
             RequestError: as :meth:`encode_disguised`.
         """
         infill = find_infill(self.token_to_id)
         if infill is None:
             raise UsageError(
                 "suffix",
-                "is given, but the tokenizer has no marks of a gap that are known, such as <|fim_prefix|>",
+                "is given, but the tokenizer has no known marks for a gap, such as <|fim_prefix|>",
                 "leave it out",
             )
         plain = partial(self.encode_plain, add_special_tokens=False)
@@ -153,7 +153,7 @@ class Tokenizer:
         return [*(self._around[0] if add_special_tokens else ()), *ids], find_ends(infill, self.token_to_id)
 
     def _encode_inner(self, text: str) -> list[int]:
-        """:meth:`encode_plain` of a text that goes on, before which SentencePiece is to put no space."""
+        """:meth:`encode_plain` of a text that continues another, so SentencePiece must not add a space."""
         lead = self.encode("\n", add_special_tokens=False)
         if len(lead) > 1:  # the space, and the line end
             ids = self.encode_plain(f"\n{text}", add_special_tokens=False)
@@ -164,7 +164,7 @@ class Tokenizer:
     def encode_within(
         self, text: str, most: int, encode: Callable[[str], list[int]], from_end: bool = False
     ) -> tuple[list[int], int]:
-        """Encode ``text``, or if it has more than ``most`` tokens, enough of it for a few more than that.
+        """Encode ``text``; if it has more than ``most`` tokens, encode only enough for a few more than that.
 
         The work depends on ``most``, not on the length of the text. ``from_end``: keep the end of the text, not its
         beginning.
@@ -188,19 +188,19 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token; a large vocabulary takes a tenth of a second when first asked for."""
+        """Characters of the longest token; computing it takes a tenth of a second for a large vocabulary."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ``ids``; bytes that are not UTF-8 become U+FFFD, ids without a token nothing.
-        Raises UsageError: an id is negative or no integer."""
+        """The text of ``ids``; bytes that are not UTF-8 become U+FFFD, ids without a token become nothing.
+        Raises UsageError: an id is negative or not an integer."""
         try:
             return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
-            raise UsageError("token_ids", f"holds something else than integers of at least 0: {error}") from error
+            raise UsageError("token_ids", f"holds a value that is not an integer of at least 0: {error}") from error
 
     def count_normalized(self, text: str) -> int:
-        """Characters of ``text`` as the model's vocabulary sees it."""
+        """Number of characters of ``text`` after normalization."""
         normalizer = self._backend.normalizer
         return len(text) if normalizer is None else len(normalizer.normalize_str(text))
 
@@ -213,11 +213,11 @@ class Tokenizer:
         return token_id in self._special_ids or self._backend.id_to_token(token_id) is None
 
     def is_byte(self, token_id: int) -> bool:
-        """True for a byte-fallback token such as ``<0xE4>``, whose text depends on the bytes around it."""
+        """True for a byte-fallback token such as ``<0xE4>``, whose text depends on the neighbouring bytes."""
         return token_id in self._byte_ids
 
     def spell(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text that goes on, for a special token its name; they need not be UTF-8."""
+        """The bytes that a token adds inside a text (a special token: its name); they need not be valid UTF-8."""
         if token_id in self._added:
             return self._added[token_id]
         token = self._backend.id_to_token(token_id)
@@ -226,13 +226,13 @@ class Tokenizer:
         if token_id in self._byte_ids:
             return bytes([int(token[3:5], 16)])
         if self._is_byte_level:
-            with suppress(UnicodeEncodeError):  # not of that alphabet: it stands for itself
+            with suppress(UnicodeEncodeError):  # a token outside the byte alphabet is plain text
                 return token.translate(_BYTE_LEVEL).encode("latin-1")
-        # A decoder may drop a space at the start: the second of two shows what the token adds.
+        # A decoder may drop a space at the start: decode the token twice and take the second.
         return self.decode([token_id, token_id])[len(self.decode([token_id])) :].encode()
 
 
-# Byte-level tokenizers write a byte that is no printable character of Latin-1 as one from U+0100 on, as GPT-2 did.
+# Byte-level tokenizers write a byte without printable Latin-1 character as a character from U+0100 on, as GPT-2 did.
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _BYTE_LEVEL = {0x100 + place: byte for place, byte in enumerate(sorted({*range(256)} - _PRINTABLE))}
 
@@ -251,14 +251,14 @@ def _translate_errors(text: Any) -> Iterator[None]:
         ) from error
     except (RequestError, BundleError):
         raise
-    except BaseException as error:  # tokenizers raises plain Exception, and where it panics not even that
+    except BaseException as error:  # tokenizers raises plain Exception; a panic is a BaseException
         if not _is_of_tokenizers(error):
             raise
         raise RequestError(f"the tokenizer cannot encode the text: {error}") from error
 
 
 def _is_of_tokenizers(error: BaseException) -> bool:
-    """True for an error, and for a panic of the library, whose class nobody can import."""
+    """True for an error or a panic of the library; the class of a panic cannot be imported."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -266,7 +266,7 @@ REMEDY = "take it from the checkpoint again"
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json with special_tokens_map.json where older files need it, empty without; BundleError."""
+    """tokenizer_config.json, with special_tokens_map.json for older files; empty if missing. Raises BundleError."""
     config = read_object(folder / CONFIG_FILE)
     if "added_tokens_decoder" not in config:  # the rule of transformers
         config |= read_object(folder / SPECIAL_TOKENS_FILE)
@@ -274,16 +274,16 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object, empty if there is no file, or BundleError."""
+    """A JSON object, empty if there is no file. Raises BundleError."""
     try:
-        found = read_json(path)
+        content = read_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise BundleError(f"{path} is broken ({error}); {REMEDY}") from error
-    if not isinstance(found, dict):
-        raise BundleError(f"{path} holds a {type(found).__name__}, expected an object; {REMEDY}")
-    return found
+    if not isinstance(content, dict):
+        raise BundleError(f"{path} holds a {type(content).__name__}, expected an object; {REMEDY}")
+    return content
 
 
 def _load_backend(path: Path) -> tokenizers.Tokenizer:
@@ -296,7 +296,7 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
             raise
         raise BundleError(f"{path} is broken ({error}); {REMEDY}") from error
     return_freed_memory()
-    backend.no_truncation()  # a prompt is never cut nor padded, whatever the file was saved with
+    backend.no_truncation()  # a prompt is never cut or padded, whatever the file's settings
     backend.no_padding()
     return backend
 
@@ -304,15 +304,15 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
 def _add_special_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> dict[str, str]:
     """Register the tokens that tokenizer_config.json adds to tokenizer.json; return the named ones.
 
-    As in transformers 5, tokenizer.json goes first: what it declares keeps its properties (but a named token is always
-    special), and its post-processor alone decides about BOS and EOS around a prompt.
+    As in transformers 5, tokenizer.json goes first: its tokens keep their properties (but a named token is always
+    special), and only its post-processor decides about BOS and EOS around a prompt.
     """
     declared = sorted((int(token_id), token) for token_id, token in (config.get("added_tokens_decoder") or {}).items())
     _add_missing(backend, [tokenizers.AddedToken(**token) for _, token in declared])
     named = {name: _content(config[name]) for name in _NAMED_TOKENS if config.get(name) is not None}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     texts = [*named.values(), *(_content(token) for token in (extra.values() if isinstance(extra, dict) else extra))]
-    infill = find_infill(backend.token_to_id)  # GGUF has such tokens in the vocabulary alone
+    infill = find_infill(backend.token_to_id)  # a GGUF file has these tokens only in its vocabulary
     texts += infill.marks if infill else ()
     _add_missing(backend, [tokenizers.AddedToken(text, special=True, normalized=False) for text in texts])
     for token in backend.get_added_tokens_decoder().values():
@@ -337,5 +337,5 @@ def _content(token: Any) -> str:
 def _byte_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
     if backend.decoder is None or b"ByteFallback" not in backend.decoder.__getstate__():
         return frozenset()
-    names = [f"<0x{byte:{form}}>" for byte in range(256) for form in ("02X", "02x")]
+    names = [f"<0x{byte:{pattern}}>" for byte in range(256) for pattern in ("02X", "02x")]
     return frozenset(token_id for name in names if (token_id := backend.token_to_id(name)) is not None)

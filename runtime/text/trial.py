@@ -1,7 +1,7 @@
-"""Tokenizers and chat templates are programs: before their first use they are tried in a process of their own.
+"""Tokenizers and chat templates are programs: before their first use, try them in a separate process.
 
-The library that runs tokenizers can panic, end the process or never return, for a character map that is broken or a
-replacement that makes a thousand characters of one; a template can loop for ever. What passed is remembered.
+The tokenizer library can panic, crash or hang on a broken character map or a replacement that expands one character to
+a thousand; a template can loop forever. A passed trial is remembered.
 """
 
 import hashlib
@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 
 # The largest vocabularies load in about a second on a desktop; a small board with a slow disk takes ten times as long.
 TRIAL_S = 60.0
-# A vocabulary of 262,144 tokens takes some 500 MB while it is read.
+# Reading a vocabulary of 262,144 tokens takes some 500 MB.
 TRIAL_BYTES = 4 << 30
-# Tokens, and characters after normalization, that a character may become: four bytes, or what a ligature stands for.
+# Most tokens, and normalized characters, per character: four bytes, or the letters of a ligature.
 MOST_PER_CHARACTER = 24
-LONGEST_TEXT = 1000  # of each replacement's; character maps have hundreds of thousands
-TRIAL = 4  # another number for another trial
+LONGEST_TEXT = 1000  # characters of one replacement; a character map has hundreds of thousands
+TRIAL = 4  # raise it when the trial changes
 SAMPLES = (
     "",
     " ",
@@ -50,7 +50,7 @@ CHATS: tuple[dict[str, Any], ...] = (
 
 def try_tokenizer(folder: Path) -> None:
     """Try the tokenizer of a checkpoint, export or bundle, unless the cache knows that it works.
-    Raises BundleError: it is missing or broken, or does not work within the limits."""
+    Raises BundleError: it is missing or broken, or exceeds the limits."""
 
     def examine_apart() -> None:
         try:
@@ -59,7 +59,7 @@ def try_tokenizer(folder: Path) -> None:
             if error.refused:
                 raise BundleError(str(error)) from error
             raise BundleError(
-                f"the tokenizer or chat template does not work: tried in a process of its own it failed ({error})",
+                f"the tokenizer or chat template does not work: a trial in a separate process failed ({error})",
                 REMEDY,
                 path=folder,
             ) from error
@@ -71,19 +71,19 @@ def try_tokenizer(folder: Path) -> None:
 
 
 def _key(folder: Path) -> str:
-    found: list[object] = [TRIAL, tokenizers.__version__]
+    parts: list[object] = [TRIAL, tokenizers.__version__]
     for path in (folder / name for name in (TOKENIZER_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE, TEMPLATE_FILE)):
-        if path.is_file():  # a pipe would never end
+        if path.is_file():  # reading a pipe would never end
             try:
-                found.append((path.name, hashlib.sha256(path.read_bytes()).hexdigest()))
+                parts.append((path.name, hashlib.sha256(path.read_bytes()).hexdigest()))
             except OSError as error:
                 raise BundleError(f"{path} cannot be read ({error}); {REMEDY}") from error
-    return hashlib.sha256(repr(found).encode()).hexdigest()[:32]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 def examine(folder: str) -> None:
-    """Load a tokenizer and a chat template and use them on samples. It is called in a process of its own.
-    Raises BundleError: it is broken, or makes too much of too little."""
+    """Load a tokenizer and a chat template and use them on samples; runs in a separate process.
+    Raises BundleError: it is broken, or produces too much output from its input."""
     path = Path(folder) / TOKENIZER_FILE
     tokenizer = Tokenizer.from_folder(folder)
     _ = tokenizer.controls
@@ -93,7 +93,7 @@ def examine(folder: str) -> None:
         try:
             _use(tokenizer, sample, path)
         except RequestError as error:
-            if not isinstance(error.__cause__, Exception):  # a panic; others are for requests with such texts
+            if not isinstance(error.__cause__, Exception):  # a panic; other errors concern single requests
                 raise BundleError(f"{path} does not work: {error}; {REMEDY}") from error
     if has_template(path.parent):
         _chat(tokenizer, path.parent)
@@ -112,7 +112,7 @@ def _use(tokenizer: Tokenizer, sample: str, path: Path) -> None:
     for special in (True, False):
         ids = tokenizer.encode(sample, add_special_tokens=special)
         if (made := max(len(ids), tokenizer.count_normalized(sample))) > most:
-            raise BundleError(f"{path} makes {made} tokens or characters of {len(sample)}, at most {most} are expected")
+            raise BundleError(f"{path} makes {made} tokens or characters of {len(sample)}, expected at most {most}")
         tokenizer.decode(ids, skip_special_tokens=special)
 
 
@@ -120,6 +120,6 @@ def _chat(tokenizer: Tokenizer, folder: Path) -> None:
     for chat in CHATS:
         try:
             ChatTemplate.from_folder(folder, tokenizer).render(**chat)
-        except RequestError as error:  # templates may refuse what they do not know
+        except RequestError as error:  # templates may refuse the samples
             if isinstance(error.__cause__, MemoryError):
                 raise BundleError("the chat template takes all memory", REMEDY, path=folder) from error

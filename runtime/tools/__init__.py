@@ -1,1 +1,1 @@
-"""Tool calls and reasoning: the formats in which model families write them, read from text and enforced as grammars."""
+"""Tool calls and reasoning: the formats of model families, read from text and enforced as grammars."""

@@ -1,4 +1,4 @@
-"""Tools as requests offer them, and the calls that a model makes of them."""
+"""Tools that a request offers, and the model's calls of them."""
 
 import re
 from abc import ABC, abstractmethod
@@ -10,28 +10,23 @@ from typing import Any
 from llmc.errors import UsageError, format_value
 from llmc.runtime.tools.source import Reading, Source
 
-# Anthropic's and OpenAI's rule; templates write names between quotes, brackets or spaces.
+# Anthropic's and OpenAI's rule; templates put names between quotes, brackets or spaces.
 LONGEST_NAME = 128
 _NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{LONGEST_NAME}}}")
-MOST_TOOLS = 512  # with usual schemas some seconds of compiling, once
+MOST_TOOLS = 512  # compiling them takes some seconds, once, with usual schemas
 CHOICES = ("auto", "none", "required")
 
 Spell = Callable[[str], str]
-"""Makes a terminal of a mark: a special token where it is one, else its text."""
+"""Turns a mark into a terminal: a special token if it is one, else its text."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the model asks for.
+    """A call that the model makes."""
 
-    Attributes:
-        id: nine letters and digits, for some templates take no other.
-        arguments: JSON text. Of an output that was cut by its length it is only the beginning.
-    """
-
-    id: str
+    id: str  # nine letters and digits; some templates accept nothing else
     name: str
-    arguments: str
+    arguments: str  # JSON text; incomplete if the output was cut off by its length
 
     def to_dict(self) -> dict[str, Any]:
         """The call as an entry of ``tool_calls`` in OpenAI's messages."""
@@ -40,35 +35,23 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """A piece of a call.
+    """A piece of a call."""
 
-    Attributes:
-        index: which call of its output.
-        id, name: in its first piece; None in all later ones.
-        arguments: the next piece of the JSON text.
-    """
-
-    index: int
+    index: int  # number of the call in its output
+    # in the call's first piece; None in later ones
     id: str | None
     name: str | None
-    arguments: str
+    arguments: str  # the next piece of the JSON text
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call.
+    """A function that the model may call."""
 
-    Attributes:
-        name: of letters, digits, ``_``, ``-`` and ``.``, :data:`LONGEST_NAME` at most.
-        parameters: JSON schema of its arguments, an object; None where the request gives none.
-        strict: True if calls must hold to all of that schema.
-        place: of the parameters in the request, for errors.
-    """
-
-    name: str
-    parameters: Mapping[str, Any] | None
-    strict: bool = False
-    place: str = ""
+    name: str  # of letters, digits, `_`, `-` and `.`, LONGEST_NAME at most
+    parameters: Mapping[str, Any] | None  # JSON schema of its arguments, an object; None if the request gives none
+    strict: bool = False  # True if calls must follow the whole schema
+    place: str = ""  # path of the parameters in the request, for errors
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -79,20 +62,20 @@ class Tool:
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
-    """The tools of a request, in OpenAI's form: ``{"type": "function", "function": {"name", "parameters", ...}}``.
-    Raises UsageError: another form, a name twice, or more than :data:`MOST_TOOLS`."""
+    """The tools of a request, in OpenAI's format: ``{"type": "function", "function": {"name", "parameters", ...}}``.
+    Raises UsageError: wrong format, a repeated name, or more than :data:`MOST_TOOLS`."""
     if tools is None:
         return ()
     if not isinstance(tools, list | tuple):
         raise UsageError("tools", f"is {format_value(tools)}, expected a list of functions")
     if len(tools) > MOST_TOOLS:
         raise UsageError("tools", f"holds {len(tools)} functions, expected at most {MOST_TOOLS}")
-    found = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))
-    names = Counter(tool.name for tool in found)
+    parsed = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))
+    names = Counter(tool.name for tool in parsed)
     twice = next((name for name, count in names.items() if count > 1), None)
     if twice is not None:
         raise UsageError("tools", f"holds {twice!r} twice, expected every name once")
-    return found
+    return parsed
 
 
 def _tool(tool: Any, where: str) -> Tool:
@@ -101,22 +84,22 @@ def _tool(tool: Any, where: str) -> Tool:
     function = tool.get("function", tool)
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        said = f"expected letters, digits, _, - and ., at most {LONGEST_NAME}"
-        raise UsageError(where, f"has the name {format_value(name)}, {said}")
+        expected = f"expected letters, digits, _, - and ., at most {LONGEST_NAME}"
+        raise UsageError(where, f"has the name {format_value(name)}, {expected}")
     parameters = function.get("parameters")
-    place = f"{where}.parameters" if function is tool else f"{where}.function.parameters"
+    path = f"{where}.parameters" if function is tool else f"{where}.function.parameters"
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise UsageError(place, f"is {format_value(parameters)}, expected a JSON schema, which is a mapping")
+        raise UsageError(path, f"is {format_value(parameters)}, expected a JSON schema, which is a mapping")
     if parameters and parameters.get("type") not in (None, "object"):
-        raise UsageError(place, f"has the type {format_value(parameters['type'])}, expected 'object'")
+        raise UsageError(path, f"has the type {format_value(parameters['type'])}, expected 'object'")
     if name in CHOICES:
-        raise UsageError(where, f"is called {name}, which is a word of tool_choice ({', '.join(CHOICES)})", "rename it")
-    return Tool(name, parameters, function.get("strict") is True, place)
+        raise UsageError(where, f"is called {name}, a value of tool_choice ({', '.join(CHOICES)})", "rename it")
+    return Tool(name, parameters, function.get("strict") is True, path)
 
 
 def choose_tools(tools: Sequence[Tool], choice: str) -> tuple[Tool, ...]:
-    """The tools that ``tool_choice`` allows to call.
-    Raises UsageError: it is neither one of :data:`CHOICES` nor a tool's name, or wants tools and there are none."""
+    """The tools that ``tool_choice`` allows.
+    Raises UsageError: it is neither one of :data:`CHOICES` nor a tool's name, or requires tools and there are none."""
     if not isinstance(choice, str):
         raise UsageError("tool_choice", f"is {format_value(choice)}, expected {', '.join(CHOICES)} or a tool's name")
     if choice == "none" or (choice == "auto" and not tools):
@@ -135,23 +118,19 @@ def choose_tools(tools: Sequence[Tool], choice: str) -> tuple[Tool, ...]:
 
 
 class CallFormat(ABC):
-    """A way in which models write calls; in most of them calls begin with one mark, ``begin``.
-
-    Attributes:
-        frame: texts with special tokens around an answer without calls.
-    """
+    """A model's way of writing calls; in most formats a call begins with one mark, ``begin``."""
 
     begin: str
-    frame: tuple[str, str] = ("", "")
+    frame: tuple[str, str] = ("", "")  # texts with special tokens before and after an answer without calls
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """Texts that open a call, or several of them."""
+        """Texts that open one call or several."""
         return (self.begin,)
 
     @property
     def bare_starts(self) -> tuple[str, ...]:
-        """Texts with which a call begins that has no opening mark."""
+        """Texts that begin a call without an opening mark."""
         return ()
 
     @property
@@ -161,25 +140,25 @@ class CallFormat(ABC):
 
     @abstractmethod
     def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
-        """The rule ``calls``, of what follows the opening mark, and those that it needs.
-        Raises GrammarError: the format cannot hold to the schema of a tool."""
+        """The rule ``calls``, for the text after the opening mark, and the rules it needs.
+        Raises GrammarError: the format cannot follow a tool's schema."""
 
     def bare_grammar(self) -> str:
-        """A regular expression for the beginning of a call without an opening mark; no other answer begins so."""
+        """A regular expression for the beginning of a call without an opening mark; no other answer begins like it."""
         return ""
 
     def bare_heads(self, names: Iterable[str]) -> list[str]:
-        """Texts with which calls of these tools begin that have no opening mark."""
+        """Beginnings of calls of these tools without an opening mark."""
         return []
 
     def may_be_bare(self, text: str) -> bool:
-        """True of the beginning of an answer that its grammar lets end as calls without an opening mark alone."""
+        """True if the beginning ``text`` of an answer may still become calls without an opening mark."""
         return False
 
     @abstractmethod
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-        """Calls, names with arguments, as a model is taught to write them."""
+        """Calls, names with arguments, written as the model's template teaches."""
 
     @abstractmethod
     def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
-        """Read calls from one of ``begins`` on; False if none follows, and then nothing was handed on."""
+        """Read calls, starting at one of ``begins``; False if there is none, and then no event was yielded."""

@@ -1,4 +1,4 @@
-"""The formats of calls by the families that use them, and which of them a checkpoint's chat template teaches."""
+"""The call formats of model families, and which of them a checkpoint's chat template teaches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ FORMATS: dict[str, CallFormat] = {
     # Qwen3-Coder
     "qwen3_coder": XmlCalls("<tool_call>", "</tool_call>", pad="\n"),
     "seed_oss": XmlCalls("<seed:tool_call>", "</seed:tool_call>", pad=""),
-    # Llama 3.1 and 3.2, whose templates take one call in a message
+    # Llama 3.1 and 3.2, whose templates allow one call per message
     "llama3": JsonCalls(("<|python_tag|>",), bare=True, keys=("name", "parameters")),
     # Mistral up to Small 3.1
     "mistral": _MISTRAL,
@@ -43,11 +43,11 @@ FORMATS: dict[str, CallFormat] = {
     "gemma4": GemmaCalls("<|tool_call>", "<tool_call|>", '<|"|>'),
     # gpt-oss
     "harmony": HarmonyCalls(),
-    # Gemma 3, for which there is no format but what prompts ask for; Llama 3.2's and 4's second one
+    # Gemma 3, which has no format except in prompts; the second format of Llama 3.2 and 4
     "pythonic": PythonCalls("", "", between=", "),
 }
 
-# The first of these texts that a template holds tells the format; more telling ones come first.
+# The first of these texts in a template decides the format; more specific texts come first.
 _TELLING = (
     ("<seed:tool_call>", "seed_oss"),
     ("<|START_ACTION|>", "cohere"),
@@ -72,12 +72,12 @@ _TELLING = (
 
 
 def format_of(template: str) -> str | None:
-    """The name of the format that a chat template's source teaches, None if it teaches none that is known."""
+    """The name of the format that a chat template's source teaches; None if it teaches no known one."""
     return next((name for text, name in _TELLING if text in template), None)
 
 
 def writer(name: str | None) -> Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str] | None:
-    """The writer of calls in the format of that name; None for none. Raises UsageError: there is no such format."""
+    """The function that writes calls in a named format; None for None. Raises UsageError: unknown format."""
     return None if name is None else format_named(name).write
 
 

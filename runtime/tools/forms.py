@@ -1,4 +1,4 @@
-"""The form of an answer beside calls, as a part of their grammar."""
+"""Guided answers beside tool calls: their part of the grammar."""
 
 import json
 import re
@@ -13,24 +13,24 @@ from llmc.runtime.sampling.params import GUIDES, SamplingParams
 from llmc.runtime.tools.grammar import value_of
 
 _LARK_RULE = re.compile(r"^\s*[?!]?([A-Za-z_]\w*)[^\n:]*:", re.MULTILINE)
-# Rules of the formats of calls, and directives that hold for a whole grammar.
+# Rule names that the call formats use, and directives that would apply to the whole grammar.
 _TAKEN = re.compile(r"calls?|(call|value|item|first|more)_\w+|other|head|plain|quoted|rest|text|anything|first|[A-Z]+")
 _DIRECTIVE = re.compile(r"^\s*%(?!json\b)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Form:
-    """The form of an answer without calls: ``text`` as the request's parameter ``name`` writes it."""
+    """The grammar of an answer without calls: ``text`` is the value of the request's parameter ``name``."""
 
     name: str
     text: str
 
     def check(self) -> None:
-        """Compile it alone. Raises GrammarError: it cannot be enforced."""
+        """Compile it on its own. Raises GrammarError: it cannot be enforced."""
         compile_bytes(self.name, self.text)
 
     def may_begin(self, heads: Iterable[str]) -> bool:
-        """True if an answer may begin with one of these texts, as far as a lexer tells them apart from its parts."""
+        """True if an answer may begin with one of these texts, as far as a lexer can distinguish them."""
         if self.name == "json_schema":
             heads = [head if head.startswith("{") else head[0] for head in heads if head[0] in "{["]
         elif self.name == "grammar":
@@ -43,7 +43,7 @@ class Form:
         )
 
     def rules(self) -> str:
-        """The rule ``other``, and those that it needs. Raises UsageError: they cannot be part of another grammar."""
+        """The rule ``other`` and the rules it needs. Raises UsageError: they cannot be part of another grammar."""
         if self.name == "json_schema":
             return f"other: {value_of(json.loads(self.text))}"
         if self.name == "choice":
@@ -60,8 +60,8 @@ class Form:
         ):
             raise UsageError(
                 "grammar",
-                "has directives, a rule that refers to start, or a rule with a name of the grammar of calls, which "
-                "tools cannot be combined with",
+                "has directives, a rule that refers to start, or a rule with a name that the grammar of calls uses; "
+                "tools cannot be combined with it",
                 "leave one of them out, or set tool_choice='none'",
             )
         return re.sub(r"\bstart\b", "other", self.text)
@@ -70,11 +70,11 @@ class Form:
 _LINE_OR_SLASH = re.compile(r"\\.|[/\n\r]", re.DOTALL)
 
 
-def _escape(found: re.Match[str]) -> str:
-    return {"/": r"\/", "\n": r"\n", "\r": r"\r"}.get(found[0], found[0])
+def _escape(match: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n", "\r": r"\r"}.get(match[0], match[0])
 
 
 def read_form(given: Mapping[str, Any]) -> Form | None:
-    """The form among the arguments of a request; None if there is none."""
+    """The guide of an answer that a request's arguments ask for; None if there is none."""
     source = read_source(SamplingParams(**{name: given[name] for name in GUIDES if given.get(name) is not None}))
     return None if source is None else Form(*source[:2])

@@ -1,4 +1,4 @@
-"""Calls as FunctionGemma and Gemma 4 write them: ``call:NAME{key:value}`` in marks, and texts in marks of their own.
+"""Calls of FunctionGemma and Gemma 4: ``call:NAME{key:value}`` between marks, and strings between marks of their own.
 
 https://ai.google.dev/gemma/docs/functiongemma/formatting-and-best-practices
 """
@@ -22,7 +22,7 @@ _WORDS = {
     "boolean": "/true|false/",
     "null": "/null/",
 }
-# Keywords that the grammar keeps, and those that it refuses, by the type that they restrict.
+# Per type: the keywords that the grammar enforces, and those that it refuses.
 _KEPT = {"object": {"additionalProperties", "properties", "required"}, "array": {"items"}}
 _OF_NUMBERS = {"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"}
 _REFUSED = {
@@ -38,7 +38,7 @@ _MOST_DEEP = 32
 
 @dataclass(frozen=True)
 class GemmaCalls(CallFormat):
-    """Calls between two marks each, with another mark around every text."""
+    """Calls between two marks; another mark encloses every string."""
 
     begin: str
     end: str
@@ -49,7 +49,7 @@ class GemmaCalls(CallFormat):
         return (self.begin, self.end, self.quote)
 
     def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
-        """It holds to types, properties, items, choices and alternatives, and refuses a schema with more."""
+        """Enforce types, properties, items, choices and alternatives; refuse a schema with other keywords."""
         written: list[str] = []
         calls = [
             f"call_{i}: {literal(f'call:{tool.name}')} {_Rules(self.quote, spell, tool, written).rule}"
@@ -87,7 +87,7 @@ class GemmaCalls(CallFormat):
 
 
 class _Rules:
-    """Rules of a tool's values, added to ``written``; ``rule`` is the name of the arguments' own."""
+    """Rules for a tool's values, added to ``written``; ``rule`` is the name of the arguments' rule."""
 
     def __init__(self, quote: str, spell: Spell, tool: Tool, written: list[str]) -> None:
         self._quote, self._mark, self._written = quote, spell(quote), written
@@ -96,26 +96,28 @@ class _Rules:
         self.rule = self._value(self._root, tool.name, 0)
 
     def _value(self, schema: Any, where: str, depth: int) -> str:
-        """The name of the rule of a schema's values."""
+        """The name of the rule for a schema's values."""
         if schema is False or depth > _MOST_DEEP:
             raise GrammarError(
                 "tools",
                 f"holds {where}, which {'is nested too deeply' if schema else 'allows no value'}",
                 "leave it out",
             )
-        own = {} if schema is True else {k: v for k, v in schema.items() if k not in DEFINITIONS}
-        if not own:
+        rules = {} if schema is True else {k: v for k, v in schema.items() if k not in DEFINITIONS}
+        if not rules:
             return "anything"
-        if "$ref" in own:
-            return self._reference(own, where, depth)
-        union = next((key for key in ("anyOf", "oneOf", "allOf") if key in own), None)
+        if "$ref" in rules:
+            return self._reference(rules, where, depth)
+        union = next((key for key in ("anyOf", "oneOf", "allOf") if key in rules), None)
         if union is not None:
-            return self._union(union, own, where, depth)
-        if "const" in own or "enum" in own:
-            return self._choice(own, where)
-        _refuse_but(own, _KNOWN, where)
-        kinds = own.get("type", [kind for kind in _REFUSED if kind != "integer" and own.keys() & _restricting(kind)])
-        bodies = [self._of_type(kind, own, where, depth) for kind in ([kinds] if isinstance(kinds, str) else kinds)]
+            return self._union(union, rules, where, depth)
+        if "const" in rules or "enum" in rules:
+            return self._choice(rules, where)
+        _refuse_but(rules, _KNOWN, where)
+        kinds = rules.get(
+            "type", [kind for kind in _REFUSED if kind != "integer" and rules.keys() & _restricting(kind)]
+        )
+        bodies = [self._of_type(kind, rules, where, depth) for kind in ([kinds] if isinstance(kinds, str) else kinds)]
         return self._rule(" | ".join(bodies))
 
     def _rule(self, body: str) -> str:
@@ -123,7 +125,7 @@ class _Rules:
         return f"value_{len(self._written) - 1}"
 
     def _reference(self, schema: Mapping[str, Any], where: str, depth: int) -> str:
-        """The rule of a definition, which may refer to itself."""
+        """The rule for a definition, which may refer to itself."""
         _refuse_but(schema, {"$ref"}, where)
         name = str(schema["$ref"])
         if name not in self._references:
@@ -132,13 +134,13 @@ class _Rules:
                 raise GrammarError(
                     "tools", f"refers in {where} to {format_value(name)}, which the schema does not define"
                 )
-            place = len(self._written)
+            index = len(self._written)
             self._references[name] = self._rule("")
-            self._written[place] += self._value(meant, where, depth + 1)
+            self._written[index] += self._value(meant, where, depth + 1)
         return self._references[name]
 
     def _union(self, union: str, schema: Mapping[str, Any], where: str, depth: int) -> str:
-        """The rule of alternatives; those of ``oneOf`` must exclude each other by their types or be single values."""
+        """The rule for alternatives; the alternatives of ``oneOf`` must have disjoint types or be single values."""
         _refuse_but(schema, {union, "type"}, where)
         alternatives = [{} if item is True else item for item in schema[union] if item is not False]
         types = [types_of(item, self._root) for item in alternatives]
@@ -152,14 +154,14 @@ class _Rules:
         return self._rule(" | ".join([self._value(item, where, depth + 1) for item in alternatives]))
 
     def _choice(self, schema: Mapping[str, Any], where: str) -> str:
-        """The rule of single values: those of the schema's type that the format can write."""
+        """The rule for single values of the schema's type that the format can write."""
         _refuse_but(schema, {"const", "enum", "type"}, where)
         types = types_of(schema)
         values = [v for v in schema.get("enum", [schema.get("const")]) if "const" not in schema or v == schema["const"]]
         texts = [v for v in values if isinstance(v, str) and "string" in types and self._quote not in v]
-        others = [v for v in values if v is None or isinstance(v, int | float)]
+        plain = [v for v in values if v is None or isinstance(v, int | float)]
         bodies = [f"{self._mark} {literal(text)} {self._mark}" for text in texts]
-        bodies += [literal(json.dumps(value)) for value in others if types_of({"const": value}) & types]
+        bodies += [literal(json.dumps(value)) for value in plain if types_of({"const": value}) & types]
         if not bodies:
             raise GrammarError(
                 "tools", f"has in {where} no choice that the model's format of calls can write", "leave it out"
@@ -181,19 +183,19 @@ class _Rules:
         return _WORDS[kind]
 
     def _object(self, schema: Mapping[str, Any], where: str, depth: int) -> str:
-        """Properties in their order, with commas between those that are there; any, where none are listed."""
+        """Listed properties in order, with commas between those present; any property if none are listed."""
         listed, required = schema.get("properties", {}), schema.get("required", ())
         if missing := [name for name in required if name not in listed]:
             raise GrammarError(
-                "tools", f"requires in {where} {format_value(missing[0])}, which is none of its properties"
+                "tools", f"requires in {where} {format_value(missing[0])}, which is not one of its properties"
             )
         extra = schema.get("additionalProperties", True)
         if "properties" not in schema and extra is not False:
             return _map_of(self._value(extra, f"values of {where}", depth + 1))
         first, more = literal("}"), literal("}")
-        for name, own in reversed(listed.items()):
+        for name, property_schema in reversed(listed.items()):
             check_name(name, where)
-            item = f"{literal(f'{name}:')} {self._value(own, f'{name} of {where}', depth + 1)}"
+            item = f"{literal(f'{name}:')} {self._value(property_schema, f'{name} of {where}', depth + 1)}"
             rest = self._rule(more)
             skipped = "" if name in required else f" | {self._rule(first)}"
             first = f"{item} {rest}{skipped}"
@@ -202,7 +204,7 @@ class _Rules:
 
 
 def _restricting(kind: str) -> set[str]:
-    """Keywords that restrict values of a type alone."""
+    """Keywords that restrict values of one type only."""
     return _REFUSED[kind] | _KEPT.get(kind, set())
 
 
@@ -210,14 +212,14 @@ def _refuse_but(schema: Mapping[str, Any], known: Collection[str], where: str) -
     unknown = sorted(schema.keys() - set(known))
     if unknown:
         raise GrammarError(
-            "tools",
+            f"has in {where} {format_value(unknown[0])}, which the model's format of calls cannot enforce",
             f"has in {where} {format_value(unknown[0])}, which the model's format of calls cannot hold to",
             "leave it out",
         )
 
 
 def _anything(quote: str, spell: Spell) -> list[str]:
-    """The rules of values of any type. Texts do not hold the mark that ends them."""
+    """The rules for values of any type. Strings do not contain the mark that ends them."""
     mark = spell(quote)
     is_token = mark.startswith("<[")
     return [

@@ -1,7 +1,7 @@
-"""Grammars of answers that call tools, in llguidance's Lark: the marks, names and schemas that calls hold to.
+"""Grammars of answers that call tools, in llguidance's Lark: the marks, names and schemas that calls must follow.
 
-The formats write the rule ``calls``, of what follows their opening mark; here it is put together with the text that an
-answer may have before it.
+A call format writes the rule ``calls`` for the text after its opening mark; here the rule is combined with the text
+that an answer may have before it.
 """
 
 import json
@@ -22,7 +22,7 @@ _SHAPES: dict[str, Any] = {
     **dict.fromkeys(_NAMED, Mapping),
     **dict.fromkeys(("allOf", "anyOf", "enum", "oneOf", "required"), list | tuple),
 }
-# Keywords of a tool's parameters that formats other than JSON can keep.
+# Keywords of a tool's parameters that formats other than JSON can enforce.
 _OF_PARAMETERS = {"$defs", "additionalProperties", "definitions", "properties", "required", "type"}
 
 NAME = re.compile(r"[\w.-]+")
@@ -31,32 +31,27 @@ _EXTENSION = re.compile("x-(?!guidance$)")  # a vendor's own annotation
 
 @dataclass(frozen=True)
 class Parameter:
-    """One of a tool's parameters.
-
-    Attributes:
-        schema: with the definitions that it may refer to.
-        required: True if every call names it.
-    """
+    """One of a tool's parameters."""
 
     name: str
-    schema: dict[str, Any]
-    required: bool
+    schema: dict[str, Any]  # with the definitions that it may refer to
+    required: bool  # True if every call must have it
 
 
 def literal(value: str) -> str:
-    """A terminal of a text; nothing for none."""
-    # Two colons and an equals sign would make llama.cpp's notation of the grammar.
+    """A terminal for a text; empty for an empty text."""
+    # Escaped, because "::=" would make the grammar look like llama.cpp's notation.
     return json.dumps(value, ensure_ascii=False).replace("::=", ":\\u003a=") if value else ""
 
 
 def text_without(mark: str) -> str:
-    """A terminal of any text that does not hold a mark."""
+    """A terminal for any text that does not contain a mark."""
     escaped = re.sub(r"[^A-Za-z0-9_ ]", lambda match: f"\\x{ord(match[0]):02x}", mark)
     return f"/(.|\\n)*/ & ~/(.|\\n)*{escaped}(.|\\n)*/"
 
 
 def spell_run(text: str, spell: Spell) -> str:
-    """Terminals of a text with marks in it."""
+    """Terminals for a text that contains marks."""
     return " ".join(spell(part) for part in re.split(r"(<\|\w+\|>)", text) if part)
 
 
@@ -69,8 +64,8 @@ def value_of(schema: Mapping[str, Any]) -> str:
 
 
 def without_annotations(schema: Any) -> Any:
-    """The schema with what restricts something: the rest is most of what is written in schemas, and grammars have a
-    longest length. ``null`` is no value of most keywords; clients write it for none."""
+    """The schema's restricting keywords only: annotations are most of a schema's text, and a grammar's length is
+    limited. A ``null`` is dropped, since clients write it for a keyword that is not given."""
     if isinstance(schema, list | tuple):
         return [without_annotations(item) for item in schema]
     if not isinstance(schema, Mapping):
@@ -87,24 +82,24 @@ def without_annotations(schema: Any) -> Any:
 
 
 def _tells_base(key: str, schema: Mapping[str, Any]) -> bool:
-    """True of an ``$id`` beside a ``$ref``, about which the drafts differ."""
+    """True for an ``$id`` next to a ``$ref``, which the drafts read differently."""
     return key == "$id" and "$ref" in schema
 
 
 def move(schema: Any, place: str) -> Any:
-    """A schema with its references as they have to be where it stands at ``place`` of another one."""
+    """A schema with its references corrected for its new path ``place`` inside another schema."""
     if isinstance(schema, list | tuple):
         return [move(item, place) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     reference = schema.get("$ref")
-    own = {"$ref": f"#{place}{reference[1:]}"} if isinstance(reference, str) and reference.startswith("#") else {}
-    return {name: move(value, place) for name, value in schema.items()} | own
+    moved = {"$ref": f"#{place}{reference[1:]}"} if isinstance(reference, str) and reference.startswith("#") else {}
+    return {name: move(value, place) for name, value in schema.items()} | moved
 
 
 def check_shape(tool: Tool) -> dict[str, Any]:
-    """The parameters without annotations, for formats that read their parts one by one.
-    Raises GrammarError: they are no JSON schema."""
+    """The parameters without annotations, for formats that write them one by one.
+    Raises GrammarError: they are not a JSON schema."""
     schema: dict[str, Any] = without_annotations(tool.schema)
     waiting: list[Any] = [schema]
     while waiting:
@@ -127,14 +122,14 @@ def check_shape(tool: Tool) -> dict[str, Any]:
 
 
 def parameters_of(tool: Tool, names: re.Pattern[str] = NAME) -> Iterator[Parameter]:
-    """The parameters of a tool one by one, for formats that write them so; ``names``: those that they can write."""
+    """The parameters of a tool one by one, for formats that write them so; ``names``: the names they can write."""
     schema = check_shape(tool)
     unknown = schema.keys() - _OF_PARAMETERS
     if unknown:
         raise GrammarError(
             "tools",
             f"has {format_value(sorted(unknown)[0])} beside the properties of {tool.name}, which the model's format of "
-            "calls cannot hold to",
+            "calls cannot enforce",
             "leave it out",
         )
     definitions: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
@@ -142,21 +137,22 @@ def parameters_of(tool: Tool, names: re.Pattern[str] = NAME) -> Iterator[Paramet
     listed = schema.get("properties", {})
     missing = next((name for name in required if name not in listed), None)
     if missing is not None:
-        raise GrammarError("tools", f"requires in {tool.name} {format_value(missing)}, which is none of its properties")
+        raise GrammarError(
+            "tools", f"requires in {tool.name} {format_value(missing)}, which is not one of its properties"
+        )
     for name, item in listed.items():
         check_name(name, tool.name, names)
-        own = item if isinstance(item, Mapping) else {} if item is True else {"not": {}}
-        yield Parameter(name, {**own, **definitions}, name in required)
+        item_schema = item if isinstance(item, Mapping) else {} if item is True else {"not": {}}
+        yield Parameter(name, {**item_schema, **definitions}, name in required)
 
 
 def check_name(name: str, where: str, names: re.Pattern[str] = NAME) -> None:
-    """Refuse a parameter whose name would end where the format's own marks begin."""
+    """Refuse a parameter name that the format cannot write without quotes."""
     if not names.fullmatch(name):
         raise GrammarError(
             "tools",
-            f"has in {where} the parameter {format_value(name)}, which the model's format of calls "
-            f"cannot write without "
-            "quotes",
+            f"has in {where} the parameter {format_value(name)}, which the model's format of calls cannot write "
+            "without quotes",
             "rename it, to letters, digits, _, - and .",
         )
 
@@ -167,13 +163,13 @@ def answer_grammar(
     """The grammar of an answer.
 
     Args:
-        calls: the rule ``calls`` of what follows the opening mark, and those that it needs.
-        begins: terminals of the opening marks that may come.
-        begin: the text of the mark that is looked for in text.
-        special: the marks are special tokens, which text does not hold.
-        required: the answer is calls and nothing else.
-        frame: terminals before and after an answer, if any.
-        other: the rule ``other`` of an answer without calls, and those that it needs; empty for any text.
+        calls: the rule ``calls`` for the text after the opening mark, and the rules it needs.
+        begins: terminals of the possible opening marks.
+        begin: the text of the opening mark, if it is ordinary text.
+        special: True if the marks are special tokens, which text cannot contain.
+        required: True if the answer must be calls only.
+        frame: terminals before and after an answer without calls, if any.
+        other: the rule ``other`` for an answer without calls, and the rules it needs; empty for any text.
     """
     opener = " | ".join(begins)
     if required:
@@ -190,11 +186,11 @@ def answer_grammar(
 
 
 def bare_grammar(calls: str, begins: Sequence[str], *, start: str, required: bool, other: str) -> str:
-    """The grammar of an answer that is a call if it begins like one, with an opening mark or without.
+    """The grammar of an answer that is a call if it begins like one, with or without an opening mark.
 
     Args:
-        calls, begins, required, other: as of :func:`answer_grammar`.
-        start: a regular expression of what only calls begin with.
+        calls, begins, required, other: as in :func:`answer_grammar`.
+        start: a regular expression for the beginning of a call.
     """
     optional = f"({' | '.join(begins)})? " if begins else ""
     if required:

@@ -1,4 +1,4 @@
-"""Answers as gpt-oss writes them, in messages: reasoning, calls and text, each behind a header that says which it is.
+"""gpt-oss's answers: a sequence of messages (reasoning, calls, text), each with a header that names its kind.
 
 https://developers.openai.com/cookbook/articles/openai-harmony
 """
@@ -16,19 +16,19 @@ from llmc.runtime.tools.source import Arguments, Called, Content, Event, Reading
 
 ANALYSIS = "<|channel|>analysis<|message|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>"
-# What ends a message, and what begins the next one where nothing does.
+# The ends of a message, and the mark that begins the next one if there is no end.
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _NEXT = ("<|start|>", "<|channel|>")
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
-# Characters of a header; one with the longest name of a tool has about 130.
+# Most characters of a header; with the longest tool name it has about 130.
 _MOST_HEADER = 256
 
 
 @dataclass(frozen=True)
 class HarmonyCalls(CallFormat):
-    """Messages, of which those to a function are calls: ``to=functions.NAME`` in the header, and JSON.
+    """Messages; one whose header has ``to=functions.NAME`` is a call, with JSON as its body.
 
-    The prompt ends in the header of the first one, so that it begins in the middle: with its channel or its recipient.
+    The prompt ends inside the header of the first message, so the output begins with its channel or recipient.
     """
 
     begin: str = "<|start|>"
@@ -43,7 +43,7 @@ class HarmonyCalls(CallFormat):
         return (*_NEXT, "<|constrain|>", "<|message|>", "<|end|>", "<|call|>")
 
     def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
-        """The rule ``calls``, of what follows the opening mark: one call, which ends the answer."""
+        """The rule ``calls``, for the text after the opening mark: one call, which ends the answer."""
         head = f"{literal('assistant')} {spell('<|channel|>')}"
         body = f"{spell('<|constrain|>')} {literal('json')} {spell('<|message|>')}"
         calls = [
@@ -60,7 +60,7 @@ class HarmonyCalls(CallFormat):
         )
 
     def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
-        """Read a message from its header on; False if none follows, and then nothing was handed on."""
+        """Read a message from its header on; False if there is none, and then no event was yielded."""
         header = yield from source.until("<|message|>", _MOST_HEADER)
         if header is None:
             return False
@@ -68,7 +68,7 @@ class HarmonyCalls(CallFormat):
         if recipient and tools:
             yield Called(recipient[1])
             yield from source.skip_blanks()
-            is_json = yield from stream_value(source)  # in whose texts marks end nothing
+            is_json = yield from stream_value(source)  # marks inside its strings end nothing
             if (yield from _read_text(source, None if is_json else Arguments)) and not is_json:
                 yield Arguments("{}")
         else:
@@ -78,7 +78,7 @@ class HarmonyCalls(CallFormat):
 
 
 def _read_text(source: Source, make: Callable[[str], Event] | None) -> Reading[bool]:
-    """Hand the text before the next mark on, or skip it; True if there is none."""
+    """Yield the text before the next mark, or skip it; True if there is any."""
     empty, at_mark = True, False
     while not at_mark and not (source.ended and not source.rest):
         piece, at_mark = yield from source.before((*_ENDS, *_NEXT))

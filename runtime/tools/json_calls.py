@@ -1,4 +1,4 @@
-"""Calls written as JSON: an object for each, alone, in a list, or after a name; most families write one of these."""
+"""Calls as JSON objects: on their own, in a list, or after a name; most model families use one of these formats."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,13 +19,13 @@ class JsonCalls(CallFormat):
     """An opening mark, an object or a list of them, a closing mark: ``{"name": ..., "arguments": {...}}``.
 
     Args:
-        begins: what opens a call, or the list of calls; the first is the one that models are taught.
-        end: what closes it; empty for nothing.
-        pad: text between the marks and what they enclose.
-        between: text between two calls, with the marks around each; None for one call alone.
-        listed: the calls are written as a list, between one pair of marks.
-        bare: an answer that begins with ``{`` is a call, too.
-        keys: of name and arguments, as models are taught to write them; others are read, too.
+        begins: marks that open a call or the list of calls; the template teaches the first.
+        end: the closing mark; empty for none.
+        pad: text between the marks and their content.
+        between: text between two calls, with marks around each; None allows one call only.
+        listed: True if one pair of marks encloses a list of calls.
+        bare: True if an answer that begins with ``{`` is a call, too.
+        keys: for name and arguments, as the template teaches; other keys are read, too.
         numbered: a key before the name, for the number of the call; empty for none.
         frame: special tokens around an answer without calls.
     """
@@ -74,7 +74,7 @@ class JsonCalls(CallFormat):
 
     def _object(self, tool: Tool) -> str:
         head = self._head(tool.name)
-        # One terminal as far as can be: it competes with any text, of which the longest match wins.
+        # As much as possible is one terminal: it competes with free text, and the longest match wins.
         opening = literal("{" + head)
         if self.numbered:
             number = literal(f'{{"{self.numbered}": "')
@@ -86,7 +86,7 @@ class JsonCalls(CallFormat):
         return f'"{name}": "{tool}", "{arguments}": '
 
     def beside_json(self, tools: Sequence[Tool]) -> str:
-        """The rule ``calls`` of one call without marks, for an answer that may be other JSON, too."""
+        """The rule ``calls`` for one call without marks, in an answer that may also be other JSON."""
         name, arguments = self.keys
         calls = [
             {
@@ -116,22 +116,22 @@ class JsonCalls(CallFormat):
         begin = yield from take_any(source, self.begins)
         yield from source.skip_blanks()
         closing = "]" if begin.endswith("[") or (yield from source.take("[")) else ""
-        found = yield from self._read_objects(source, listed=bool(closing))
-        if found and closing:
+        has_calls = yield from self._read_objects(source, listed=bool(closing))
+        if has_calls and closing:
             yield from source.skip_blanks()
             yield from source.take(closing)
-        if found:
+        if has_calls:
             yield from take_after_blanks(source, self.end)
-        return found
+        return has_calls
 
     def _read_objects(self, source: Source, listed: bool) -> Reading[bool]:
-        found, end = False, source.at
+        has_calls, end = False, source.at
         while True:
             yield from source.skip_blanks()
             if not (yield from read_object(source)):
                 source.at = end
-                return found
-            found, end = True, source.at
+                return has_calls
+            has_calls, end = True, source.at
             yield from source.skip_blanks()
             if not (yield from take_any(source, (",",) if listed else (";", ","))) and listed:
                 return True
@@ -139,11 +139,11 @@ class JsonCalls(CallFormat):
 
 @dataclass(frozen=True)
 class NamedCalls(CallFormat):
-    """An opening mark, the tool's name, another mark, and the arguments; the older form of Mistral's is read, too.
+    """An opening mark, the tool's name, another mark and the arguments; also reads Mistral's older format.
 
     Args:
-        begin, middle: the marks before the name and after it.
-        older: the form that the same opening mark may introduce.
+        begin, middle: the marks before and after the name.
+        older: the older format, which the same opening mark may introduce.
     """
 
     begin: str
@@ -184,7 +184,7 @@ class NamedCalls(CallFormat):
 
 
 def read_name(source: Source) -> Reading[str]:
-    """Letters, digits, ``_``, ``-`` and ``.`` as long as they come."""
+    """Read the letters, digits, ``_``, ``-`` and ``.`` that come next."""
     start = source.at
     while (character := (yield from source.peek())) and (character.isalnum() or character in "_-."):
         source.at += 1
@@ -192,7 +192,7 @@ def read_name(source: Source) -> Reading[str]:
 
 
 def take_after_blanks(source: Source, mark: str) -> Reading[bool]:
-    """Read a mark and the blanks before it, if it comes; else nothing."""
+    """Read blanks and the mark after them; read nothing if the mark is missing."""
     start = source.at
     yield from source.skip_blanks()
     if mark and (yield from source.take(mark)):
@@ -202,7 +202,7 @@ def take_after_blanks(source: Source, mark: str) -> Reading[bool]:
 
 
 def take_any(source: Source, texts: Sequence[str]) -> Reading[str]:
-    """Read the first of ``texts`` that comes next, if one does."""
+    """Read whichever of ``texts`` comes next; empty if none does."""
     for each in texts:
         if (yield from source.take(each)):
             return each
@@ -210,9 +210,9 @@ def take_any(source: Source, texts: Sequence[str]) -> Reading[str]:
 
 
 def read_object(source: Source) -> Reading[bool]:
-    """Read one call; its arguments are handed on as they come, once its name is known.
+    """Read one call, yielding its arguments as they come once its name is known.
 
-    False if it is none; then nothing was handed on.
+    False if there is none; then no event was yielded.
     """
     if not (yield from source.take("{")):
         return False
@@ -246,7 +246,7 @@ def read_object(source: Source) -> Reading[bool]:
 
 
 def read_key(source: Source) -> Reading[str | None]:
-    """Read a key and its colon, with blanks around them; None if none follows."""
+    """Read a key and its colon, with blanks around them; None if there is none."""
     yield from source.skip_blanks()
     key = yield from read_string(source)
     yield from source.skip_blanks()
@@ -257,7 +257,7 @@ def read_key(source: Source) -> Reading[str | None]:
 
 
 def read_arguments(source: Source) -> Reading[None]:
-    """Hand on the arguments that begin here: an object as it is, one written as a string decoded, none as ``{}``."""
+    """Yield the arguments that begin here: an object unchanged, a string decoded, nothing as ``{}``."""
     if not (yield from stream_value(source)):
         value = yield from read_value(source)
         if value is not None:

@@ -1,4 +1,4 @@
-"""JSON values in a text that comes in pieces: found where they end, and handed on as they are written."""
+"""JSON values in a text that comes in pieces: find their ends, and yield them as they are written."""
 
 import json
 
@@ -9,7 +9,7 @@ _OPENING = {"{": "}", "[": "]"}
 
 
 def read_string(source: Source) -> Reading[str | None]:
-    """A string that begins here, decoded; None, and nothing is read, if none does or it has no end."""
+    """Read and decode the string that begins here; None, reading nothing, if there is none or it has no end."""
     start = source.at
     if (yield from source.peek()) != '"':
         return None
@@ -25,7 +25,7 @@ def read_string(source: Source) -> Reading[str | None]:
 
 
 def find_quote(source: Source, quote: str, at: int) -> Reading[int | None]:
-    """The place from ``at`` on of the quote that ends a string, in which backslashes escape; None if it has no end."""
+    """The position, from ``at`` on, of the unescaped quote that ends a string; None if it has no end."""
     while True:
         while at < len(source.text) and source.text[at] != quote:
             at += 2 if source.text[at] == "\\" else 1
@@ -37,17 +37,17 @@ def find_quote(source: Source, quote: str, at: int) -> Reading[int | None]:
 
 
 def stream_text(source: Source, *ends: str) -> Reading[bool]:
-    """Hand a text on as a string, up to the first of ``ends``, which is read too; False where none comes."""
+    """Yield a text as a string, up to the first of ``ends``, which is read too; False if none of them comes."""
     yield Arguments('"')
     while True:
         rest = source.rest
-        found = [(place, len(end)) for end in ends if (place := rest.find(end)) >= 0]
-        held = 0 if source.ended else max(overlap(rest, end) for end in ends)
-        place, length = min(found, default=(len(rest) - held, 0))
-        if place:
-            yield Arguments(json.dumps(rest[:place], ensure_ascii=False)[1:-1])
-        source.at += place + length
-        if found:
+        matches = [(start, len(end)) for end in ends if (start := rest.find(end)) >= 0]
+        kept = 0 if source.ended else max(overlap(rest, end) for end in ends)
+        start, length = min(matches, default=(len(rest) - kept, 0))
+        if start:
+            yield Arguments(json.dumps(rest[:start], ensure_ascii=False)[1:-1])
+        source.at += start + length
+        if matches:
             yield Arguments('"')
             return True
         if source.ended:
@@ -56,9 +56,9 @@ def stream_text(source: Source, *ends: str) -> Reading[bool]:
 
 
 def stream_value(source: Source) -> Reading[bool]:
-    """Hand an object or a list on, as arguments, piece by piece; False, and nothing is read, if none begins here.
+    """Yield an object or a list as arguments, piece by piece; False, reading nothing, if none begins here.
 
-    Only brackets and strings are followed: where the text ends before the value does, all of it is handed on.
+    Only brackets and strings are tracked: if the text ends inside the value, all of it is yielded.
     """
     first = yield from source.peek()
     if first not in _OPENING:
@@ -84,7 +84,7 @@ def stream_value(source: Source) -> Reading[bool]:
 
 
 def read_value(source: Source) -> Reading[str | None]:
-    """The text of a value that begins here; None, and nothing is read, if none does or it has no end."""
+    """The text of the value that begins here; None, reading nothing, if there is none or it has no end."""
     start = source.at
     character = yield from source.peek()
     if character == '"':

@@ -1,4 +1,4 @@
-"""Values written otherwise than in JSON, such as Python's, handed on as JSON while they come."""
+"""Values in notations other than JSON, such as Python's, streamed as JSON."""
 
 import json
 import re
@@ -15,18 +15,18 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 
 @dataclass(frozen=True)
 class Literals:
-    """A way to write values.
+    """A notation for values.
 
     Args:
-        quotes: texts that strings begin and end with.
-        escapes: backslashes in strings escape, as in Python; elsewhere they stand for themselves.
+        quotes: texts that begin and end strings.
+        escapes: True if backslashes escape in strings, as in Python; else they are ordinary characters.
     """
 
     quotes: tuple[str, ...]
     escapes: bool
 
     def stream(self, source: Source, depth: int = 0) -> Reading[bool]:
-        """Pass on the value that begins here; False if it has no end or is no value."""
+        """Yield the value that begins here; False if it has no end or is not a value."""
         for quote in self.quotes:
             if (yield from source.take(quote)):
                 return (yield from self._stream_string(source, quote))
@@ -83,7 +83,7 @@ class Literals:
 
 
 def _stream_escaped(source: Source, quote: str) -> Reading[bool]:
-    """A string with escapes, which is handed on when its end is there."""
+    """Yield a string with escapes once its end has come."""
     at = yield from find_quote(source, quote, source.at)
     if at is None:
         return False
@@ -91,7 +91,7 @@ def _stream_escaped(source: Source, quote: str) -> Reading[bool]:
     source.at = at + 1
     try:
         value = json.loads(f'"{_ESCAPE.sub(_as_in_json, written)}"', strict=False)
-    except ValueError:  # an escape of Python's that JSON lacks stands for itself
+    except ValueError:  # an escape of Python's that JSON lacks is kept as it is
         value = written
     yield Arguments(json.dumps(value, ensure_ascii=False))
     return True
@@ -102,7 +102,7 @@ def _as_in_json(escape: re.Match[str]) -> str:
 
 
 def _stream_word(source: Source) -> Reading[bool]:
-    """A number or a word; one that JSON lacks is a text."""
+    """Yield a number or a word; a word that JSON lacks becomes a string."""
     start = source.at
     while (character := (yield from source.peek())) and character not in BLANKS + ",)]}":
         source.at += 1

@@ -1,4 +1,4 @@
-"""An output as it comes, told apart into reasoning, answer and calls; of nothing is more handed on than is certain."""
+"""Split an output, as it comes, into reasoning, answer and calls; yield only what can no longer change."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from llmc.runtime.tools.unmarked import UnmarkedCalls
 
 @dataclass(frozen=True)
 class Parsed:
-    """The part of an output that became certain: any of the three may be empty."""
+    """The newly certain part of an output; any of the three may be empty."""
 
     content: str = ""
     reasoning: str = ""
@@ -20,21 +20,20 @@ class Parsed:
 
 
 class ChatParser:
-    """One output of a conversation, from text to what clients get. What it gives in all does not depend on the pieces
-    in which the text comes.
+    """Parser of one output of a conversation. The sum of its results does not depend on how the text is split.
 
-    Line ends around reasoning, and blanks around calls, belong to the format and are left out. What begins like a call
-    and is none is content; what breaks off after its name is a call with what was written of its arguments, and what
-    the length cut off before that is left out.
+    Line ends around reasoning and blanks around calls belong to the format and are dropped. Text that only looks like a
+    call is content. A call that breaks off after its name keeps the arguments written so far; a beginning that the
+    length limit cut off before the name is dropped.
 
     Args:
         calls: the format of calls; None reads none.
-        marks: what encloses reasoning; None reads none.
-        thinking: True if the prompt has opened the reasoning already.
-        new_id: gives the id of a call, by its index.
-        shaped: an answer is calls from its beginning on or has a form, in which calls are not looked for.
-        unmarked: reads an answer that is calls without the format's marks; None takes it for content.
-        whole: hand calls on when they are whole; the text of one that breaks off, other than by length, is content.
+        marks: the marks around reasoning; None reads none.
+        thinking: True if the prompt has already opened the reasoning.
+        new_id: returns the id of a call, by its index.
+        shaped: True if the answer must be calls only, or is guided; then calls are not searched for in its text.
+        unmarked: reads an answer of calls without the format's marks; None treats it as content.
+        whole: yield calls only when complete; a call that breaks off (not by the length limit) becomes content.
     """
 
     def __init__(
@@ -57,8 +56,8 @@ class ChatParser:
         self._marks = marks
         self._new_id = new_id
         self._source = Source()
-        self._is_plain = False  # all that comes is content
-        self._broke_off = False  # the last call, which became content
+        self._is_plain = False  # everything that follows is content
+        self._broke_off = False  # the last call broke off and became content
         self._reader = self._read(thinking)
         self._calls = 0
 
@@ -76,7 +75,7 @@ class ChatParser:
         return self._collect_parsed(events)
 
     def finish(self, cut: bool = False) -> Parsed:
-        """The rest: nothing more comes; ``cut`` where the output had not come to its end."""
+        """Parse the rest: no more text comes. ``cut`` is True if the output was cut off."""
         self._source.ended, self._source.cut = True, cut
         return self.push("")
 
@@ -98,7 +97,7 @@ class ChatParser:
     # ------------------------------------------------------------------------------------------------------ readers
 
     def _read(self, thinking: bool) -> Reading[None]:
-        """The order of an output: reasoning, if any, then the answer and its calls."""
+        """Read an output in order: reasoning, if any, then the answer and its calls."""
         if self._marks is not None:
             yield from self._read_reasoning(self._marks, thinking)
         if self._format is not None and not (self._shaped and (yield from self._is_form(self._format))):
@@ -116,14 +115,14 @@ class ChatParser:
             source.at = start
             return
         yield from self._skip_line_ends()
-        held = ""  # line ends that may be the last ones
+        line_ends = ""  # may be the last ones of the reasoning
         ended = False
         while not ended:
             piece, ended = yield from source.before((marks.end,))
-            text = held + piece
-            held = text[len(text.rstrip("\n")) :]
-            if len(text) > len(held):
-                yield Thought(text[: len(text) - len(held)])
+            text = line_ends + piece
+            line_ends = text[len(text.rstrip("\n")) :]
+            if len(text) > len(line_ends):
+                yield Thought(text[: len(text) - len(line_ends)])
             ended = ended or (source.ended and not source.rest)
         source.at += len(marks.end) if source.text.startswith(marks.end, source.at) else 0
         yield from self._skip_line_ends()
@@ -133,7 +132,7 @@ class ChatParser:
             self._source.at += 1
 
     def _is_form(self, form: CallFormat) -> Reading[bool]:
-        """True if the answer does not begin like a call, blanks aside."""
+        """True if the answer, after its blanks, does not begin like a call."""
         source, start, written = self._source, self._source.at, ""
         heads = ["".join(head.split()) for head in (*form.begins, *form.bare_heads(self._tools))]
         while written not in heads and any(head.startswith(written) for head in heads):
@@ -146,31 +145,31 @@ class ChatParser:
         return written not in heads
 
     def _read_answer(self, form: CallFormat) -> Reading[None]:
-        """Content, and calls in it. Blanks are held until it is known whether they are next to a call."""
+        """Read content and the calls in it. Blanks wait until it is known whether a call is next to them."""
         source = self._source
         called = bool(form.bare_starts) and (yield from self._read_bare(form)) and not self._broke_off
-        held = ""
+        blanks = ""
         while True:
             piece, at_mark = yield from source.before(form.begins)
-            text = held + piece
-            held = text[len(text.rstrip(BLANKS)) :]
-            if len(text) > len(held):
+            text = blanks + piece
+            blanks = text[len(text.rstrip(BLANKS)) :]
+            if len(text) > len(blanks):
                 called = False
-                yield Content(text[: len(text) - len(held)])
+                yield Content(text[: len(text) - len(blanks)])
             if at_mark:
                 start = source.at
-                if (yield from self._read_call(form, held)):
-                    held, called = "", not self._broke_off
+                if (yield from self._read_call(form, blanks)):
+                    blanks, called = "", not self._broke_off
                 else:
                     source.at = start + 1
-                    held += source.text[start]
+                    blanks += source.text[start]
             elif source.ended and not source.rest:
                 break
-        if held and not (called and not held.strip(BLANKS)):
-            yield Content(held)
+        if blanks and not (called and not blanks.strip(BLANKS)):
+            yield Content(blanks)
 
     def _read_bare(self, form: CallFormat) -> Reading[bool]:
-        """Read an answer that is a call from its first character on; False if it is none."""
+        """Read an answer that is a call from its first character on; False if it is not."""
         source, start = self._source, self._source.at
         yield from source.skip_blanks()
         blanks = source.text[start : source.at]
@@ -180,8 +179,8 @@ class ChatParser:
         return False
 
     def _read_call(self, form: CallFormat, blanks: str, bare: bool = False) -> Reading[bool]:
-        """Read calls after ``blanks``; True also where the output was cut off while one could have followed, which is
-        left out."""
+        """Read calls after ``blanks``; True also if the output was cut off where a call could have followed; that part
+        is dropped."""
         source, start, waited = self._source, self._source.at, False
         reading = form.read(source, self._tools)
         if self._whole:
@@ -190,22 +189,23 @@ class ChatParser:
             try:
                 event = next(reading)
             except StopIteration as ended:
-                found = bool(ended.value)
+                has_calls = bool(ended.value)
                 break
             if bare and isinstance(event, Called) and event.name not in self._tools:
                 source.keeps = False
                 return False
             yield event
             waited = waited or (event is None and source.ended)
-        if not waited or not source.cut or (bare and not found and not form.may_be_bare(source.text[start:])):
-            return found
+        if not waited or not source.cut or (bare and not has_calls and not form.may_be_bare(source.text[start:])):
+            return has_calls
         source.at = len(source.text)
         return True
 
     def _read_whole(self, reading: Reading[bool], blanks: str) -> Reading[bool]:
-        """Hand each call on when it is whole; one that is not, and was not cut off, is content with ``blanks`` before.
+        """Yield each call when it is complete; a call that breaks off, but was not cut off, becomes content after
+        ``blanks``.
 
-        A later call of the same marks that breaks off is content from the end of the call before it.
+        If a later call between the same marks breaks off, content begins after the end of the call before it.
         """
         source = self._source
         start = end = source.at
@@ -236,7 +236,7 @@ class ChatParser:
 
 
 def _is_whole(call: Sequence[Event]) -> bool:
-    """True if the arguments of a call are JSON."""
+    """True if the arguments of a call are complete JSON."""
     try:
         json.loads("".join(event.text for event in call if isinstance(event, Arguments)), strict=False)
     except (ValueError, RecursionError):

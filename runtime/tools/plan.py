@@ -1,4 +1,4 @@
-"""A conversation's request: what the template teaches and what the client asks for, as a parser and as parameters."""
+"""The plan of a chat request: how to parse its answer, and which sampling parameters it needs."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,22 +21,22 @@ from llmc.runtime.tools.parser import ChatParser
 from llmc.runtime.tools.thinking import Thinking, ThinkingMarks, check_budget, marks_of, opens_reasoning
 from llmc.runtime.tools.unmarked import UnmarkedCalls
 
-_LONGEST_KEPT = 8 * 1024  # characters of a tool's schema, of which it is remembered whether it can be enforced
+_LONGEST_KEPT = 8 * 1024  # characters of a tool's schema whose check is cached
 
 
 @dataclass(frozen=True)
 class ChatPlan:
-    """The ways in which an answer is read and bound.
+    """How an answer is read and constrained.
 
     Args:
         calls: the format of calls; None reads none.
-        tools: those that may be called.
-        required: the answer is calls and nothing else.
-        parallel: it may be several.
-        marks: what encloses reasoning; None reads none.
-        thinking: the prompt ends inside the reasoning.
-        budget: tokens of reasoning; None does not bound them.
-        goes_on: the prompt ends amid the answer.
+        tools: the tools that may be called.
+        required: True if the answer must be calls only.
+        parallel: True if several calls are allowed.
+        marks: the marks around reasoning; None reads none.
+        thinking: True if the prompt ends inside the reasoning.
+        budget: most tokens of reasoning; None does not bound them.
+        goes_on: True if the prompt ends inside the answer.
     """
 
     calls: CallFormat | None
@@ -49,11 +49,11 @@ class ChatPlan:
     goes_on: bool = False
 
     def parser(self, new_id: Callable[[int], str], *, shaped: bool = False, whole: bool = False) -> ChatParser:
-        """The reader of an answer.
+        """The parser of an answer.
 
         Args:
-            shaped: an answer without calls has a form, which may look like a call without marks.
-            whole: something else than its end or length may end the answer amid a call.
+            shaped: True if an answer without calls is guided and may look like a call without marks.
+            whole: True if the answer may end inside a call for other reasons than its end or length.
         """
         tools = {tool.name: tool for tool in self.tools}
         unmarked = UnmarkedCalls(tools, self.parallel) if tools and not (self.goes_on or shaped) else None
@@ -63,23 +63,23 @@ class ChatPlan:
 
     @property
     def _written(self) -> CallFormat | None:
-        """The format of the output, which may be one of calls where none can be called."""
+        """The call format of the output; the model may use it even if no tool can be called."""
         form = self.marks.form if self.marks else ""
         return self.calls or (FORMATS[form] if form else None)
 
     def loosen_plans(
         self, error: GrammarError, given: Mapping[str, Any], *, allowed: bool
     ) -> Iterator[tuple["ChatPlan", list[str]]]:
-        """Plans in which calls hold to less of the tools' schemas, with the places of what each leaves out: first of
-        the tools whose schema cannot be enforced, then of all.
+        """Plans in which calls follow less of the tools' schemas, with the paths of the parts left out: first only the
+        tools whose schema cannot be enforced, then all.
 
         Args:
-            error: what is wrong with the grammar of this plan.
+            error: the error of this plan's grammar.
             given: the parameters of the request.
-            allowed: schemas may be loosened, of tools that are not strict and that the model need not call.
+            allowed: True if schemas may be loosened, for tools that are neither strict nor required.
 
         Raises:
-            GrammarError: the form or a tool's schema cannot be enforced, or all together are too much.
+            GrammarError: the answer's guide or a tool's schema cannot be enforced, or all together are too complex.
         """
         if self.calls is None:
             raise error
@@ -94,15 +94,15 @@ class ChatPlan:
 
     def _replace_tools(self, loosened: Iterable[tuple[Tool, list[str]]]) -> tuple["ChatPlan", list[str]]:
         tools, places = zip(*loosened, strict=True)
-        return replace(self, tools=tools), [place for several in places for place in several]
+        return replace(self, tools=tools), [place for paths in places for place in paths]
 
     def make_sampling(self, tokenizer: Tokenizer, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The parameters of the request: those ``given``, and what the plan adds to them.
+        """The request's sampling parameters: ``given``, and those that the plan adds.
         Raises UsageError: they contradict one another."""
         arguments = dict(given)
         if self.calls is not None:
             if given.get("detokenize") is False:
-                raise UsageError("detokenize", "is False, but calls are read from text", "leave it out, or the tools")
+                raise UsageError("detokenize", "is False, but calls are read from text", "leave out it or the tools")
             form = self._form(self.calls, given)
             arguments = {name: value for name, value in given.items() if name not in GUIDES}
             arguments["grammar"] = self._grammar(self.calls, tokenizer, form)
@@ -110,14 +110,14 @@ class ChatPlan:
         arguments["shown_tokens"] = tuple(sorted(shown))
         guided = any(arguments.get(name) is not None for name in GUIDES)
         if self.marks is not None and (guided or self.budget is not None):
-            # The grammar of calls has what stands before an answer; else reasoning ends with it.
+            # The grammar of calls includes the marks before an answer; otherwise reasoning ends with them.
             end = self.marks.end if self.calls else self.marks.end + self.marks.answer
             arguments["thinking"] = Thinking(replace(self.marks, end=end), self.thinking, self.budget)
         return arguments
 
     def _form(self, calls: CallFormat, given: Mapping[str, Any]) -> Form | None:
-        """The form of an answer without calls; None for any text, and where there is no such answer.
-        Raises UsageError: an answer in that form may begin like a call, or its grammar is no part of another one."""
+        """The guide of an answer without calls; None if it is free or calls are required.
+        Raises UsageError: such an answer may begin like a call, or its grammar cannot be part of another one."""
         form = None if self.required else read_form(given)
         if form is None:
             return None
@@ -125,7 +125,7 @@ class ChatPlan:
         if form.may_begin(heads):
             raise UsageError(
                 form.name,
-                "is given beside tools, and an answer in that form may begin like a call",
+                "is given beside tools, and an answer that follows it may begin like a call",
                 "leave one of them out, or set tool_choice='none'",
             )
         return form
@@ -160,8 +160,8 @@ class ChatPlan:
 
 
 def _loosen_tool(calls: CallFormat, tool: Tool, allowed: bool) -> tuple[Tool, list[str]]:
-    """A tool with as much of its schema as can be enforced, and the places of the rest.
-    Raises GrammarError: all of it has to be enforced and cannot, or it is no schema."""
+    """A tool with the enforceable part of its schema, and the paths of the rest.
+    Raises GrammarError: the whole schema is required but not enforceable, or it is not a schema."""
     refused = _check_call(calls, tool)
     if refused is None:
         return tool, []
@@ -176,14 +176,14 @@ def _loosen_tool(calls: CallFormat, tool: Tool, allowed: bool) -> tuple[Tool, li
 
 
 def _without_odd_names(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """:func:`without_rules`, and without parameters whose names formats without quotes cannot write."""
-    found, places = without_rules(schema)
-    kept: dict[str, Any] = {name: {} for name in found["properties"] if NAME.fullmatch(name)}
-    return {**found, "properties": kept, "required": [name for name in found["required"] if name in kept]}, places
+    """:func:`without_rules`, also without parameters whose names a format without quotes cannot write."""
+    shape, places = without_rules(schema)
+    kept: dict[str, Any] = {name: {} for name in shape["properties"] if NAME.fullmatch(name)}
+    return {**shape, "properties": kept, "required": [name for name in shape["required"] if name in kept]}, places
 
 
 def _check_call(calls: CallFormat, tool: Tool) -> tuple[str, str] | None:
-    """The reason why a call of the tool cannot be enforced, and what to do; None if it can."""
+    """Why a call of the tool cannot be enforced, and the advice; None if it can."""
     text = json.dumps(tool.parameters)
     return (_refuse_call if len(text) <= _LONGEST_KEPT else _refuse_call.__wrapped__)(calls, tool.name, text)
 
@@ -200,14 +200,14 @@ def _refuse_call(calls: CallFormat, name: str, parameters: str) -> tuple[str, st
 
 
 def _drop_rules(tool: Tool) -> tuple[Tool, list[str]]:
-    """A tool with the names of its parameters alone, and the place of its schema; a strict one as it is."""
+    """A tool with only the names of its parameters, and the path of its schema; a strict tool unchanged."""
     if tool.strict or not tool.parameters:
         return tool, []
     return replace(tool, parameters=without_rules(tool.parameters)[0]), [tool.place]
 
 
 def special_in(mark: str, tokenizer: Tokenizer) -> list[int]:
-    """The special tokens that a mark is made of; most marks are one or none."""
+    """The special tokens in a mark; most marks have one or none."""
     tokens = [token for token in tokenizer.encode(mark, add_special_tokens=False) if tokenizer.is_silent(token)]
     return [token for token in tokens if tokenizer.decode([token], skip_special_tokens=False) in mark]
 
@@ -223,34 +223,32 @@ def plan_chat(
     reasoning_budget: int | None,
     goes_on: bool = False,
 ) -> ChatPlan:
-    """The plan of a conversation.
+    """Plan the chat request.
 
     Args:
         template: source of the chat template.
-        prompt: what it wrote.
+        prompt: the text that the template wrote.
         tools, tool_choice, parallel, tool_format, reasoning_budget: as in :meth:`llmc.runtime.Generator.stream_chat`.
-        goes_on: the prompt ends amid an answer, which has neither reasoning nor calls before it.
+        goes_on: True if the prompt ends inside an answer, which then has neither reasoning nor calls before it.
 
     Raises:
-        UsageError: an argument is out of its range, or asks for what the template does not teach.
+        UsageError: an argument is out of its range, or needs something that the template does not teach.
     """
     callable_tools = choose_tools(tools, tool_choice)
     calls = _calls(template, tool_format) if callable_tools else None
     marks = marks_of(template)
     check_budget(reasoning_budget)
     if reasoning_budget is not None and marks is None:
-        raise UsageError(
-            "reasoning_budget", "is given, but the model's chat template knows no reasoning", "leave it out"
-        )
-    if marks is not None and prompt.rstrip().endswith(marks.end):  # the template has left the reasoning out
+        raise UsageError("reasoning_budget", "is given, but the model's chat template has no reasoning", "leave it out")
+    if marks is not None and prompt.rstrip().endswith(marks.end):  # the template has already ended the reasoning
         marks = None
     required = tool_choice not in ("auto", "none")
     if goes_on:
         if required or reasoning_budget is not None:
-            asked = "tool_choice" if required else "reasoning_budget"
+            parameter = "tool_choice" if required else "reasoning_budget"
             raise UsageError(
-                asked,
-                "asks for something before the answer, which has begun (continue_final_message)",
+                parameter,
+                "asks for text before the answer, which has already begun (continue_final_message)",
                 "leave one of them out",
             )
         marks = None
@@ -263,7 +261,7 @@ def _calls(template: str, name: str | None) -> CallFormat:
     if name is None:
         raise UsageError(
             "tools",
-            "cannot be called: the model's chat template teaches no format of calls that is known",
+            "cannot be called: the model's chat template teaches no known format of calls",
             f"name one with tool_format ({', '.join(FORMATS)}), or set tool_choice='none'",
         )
     return format_named(name)

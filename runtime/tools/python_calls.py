@@ -1,4 +1,4 @@
-"""Calls written as Python's: ``name(key=value, other="text")``, in a list or on lines between two marks."""
+"""Calls as Python writes them: ``name(key=value, other="text")``, in a list or on lines between two marks."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ _LITERALS = Literals(('"', "'"), escapes=True)
 
 @dataclass(frozen=True)
 class PythonCalls(CallFormat):
-    """Calls between two marks, or without marks in a list that is the whole answer.
+    """Calls between two marks, or an answer that is only a list of calls, without marks.
 
     Args:
         begin, end: the marks; empty for a list.
@@ -47,7 +47,7 @@ class PythonCalls(CallFormat):
         more = f" ({literal(self.between)} call)*" if parallel else ""
         if self.begin:
             return "\n".join([f'calls: "\\n" call{more} "\\n" {spell(self.end)}', *heads, ""])
-        # One terminal with the bracket: it competes with any text, of which the longest match wins.
+        # The bracket and the name are one terminal: it competes with free text, and the longest match wins.
         return "\n".join([f'calls: first{more} "]"', f"first: {_heads(tools, '[')}", *heads, ""])
 
     def bare_grammar(self) -> str:
@@ -57,7 +57,7 @@ class PythonCalls(CallFormat):
         return [] if self.begin else [f"[{name}(" for name in names]
 
     def may_be_bare(self, text: str) -> bool:
-        """True: what the reader waits for after the bracket is a name."""
+        """True: the reader waits for a name after the bracket."""
         return True
 
     # ------------------------------------------------------------------------------------------------------- reading
@@ -73,20 +73,20 @@ class PythonCalls(CallFormat):
     def read(self, source: Source, tools: Mapping[str, Tool]) -> Reading[bool]:
         yield from source.take(self.begin)
         listed = yield from take_after_blanks(source, "[")
-        found = False
+        has_calls = False
         while True:
             yield from source.skip_blanks()
             start = source.at
             if not (yield from _read_call(source)):
                 source.at = start
                 break
-            found = True
+            has_calls = True
             yield from take_after_blanks(source, ",")
-        if found and listed:
+        if has_calls and listed:
             yield from take_after_blanks(source, "]")
-        if found:
+        if has_calls:
             yield from take_after_blanks(source, self.end)
-        return found
+        return has_calls
 
 
 def _heads(tools: Sequence[Tool], before: str) -> str:
@@ -95,12 +95,12 @@ def _heads(tools: Sequence[Tool], before: str) -> str:
 
 
 def _rules(index: int, tool: Tool) -> list[str]:
-    """The parameters of a call in their order, with commas between those that are there."""
+    """Rules for a call's parameters, in order, with commas between those present."""
     parameters = list(parameters_of(tool))
     rules = []
-    for place, parameter in enumerate(parameters):
-        name = f"{index}_{place}"
-        first, more = f"first_{index}_{place + 1}", f"more_{index}_{place + 1}"
+    for position, parameter in enumerate(parameters):
+        name = f"{index}_{position}"
+        first, more = f"first_{index}_{position + 1}", f"more_{index}_{position + 1}"
         rules.append(f"item_{name}: {literal(f'{parameter.name}=')} {value_of(parameter.schema)}")
         skipped = "" if parameter.required else f" | {first}"
         rules.append(f"first_{name}: item_{name} {more}{skipped}")

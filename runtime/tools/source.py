@@ -1,4 +1,4 @@
-"""Text that comes in pieces, read as if it were all there: what lacks text waits, and goes on where it was."""
+"""Text that comes in pieces, read as if it were complete: a reader that needs more text waits, then goes on."""
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -32,43 +32,43 @@ class Called:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The next piece of the arguments of the call that began last."""
+    """The next piece of the latest call's arguments."""
 
     text: str
 
 
 Event = Content | Thought | Called | Arguments
-# A reader yields events, and None where it has to wait for more text.
+# A reader yields events, and None to wait for more text.
 Reading = Generator[Event | None, None, _T]
 
 BLANKS = " \t\r\n"
 
 
 class Source:
-    """Text as far as it came, and how far it was read.
+    """The text that has come so far, and how far it has been read.
 
-    What a reader decides depends on the text alone, never on its pieces: it waits until one more piece could not
-    change the decision.
+    A reader's decisions depend only on the text, never on its pieces: it waits until more text could not change the
+    decision.
     """
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
         self.ended = False
-        self.cut = False  # where the end came too early
-        self.keeps = False  # text that was read, too
+        self.cut = False  # True if the output was cut off
+        self.keeps = False  # True to keep text that has been read
 
     @property
     def rest(self) -> str:
         return self.text[self.at :]
 
     def forget(self) -> None:
-        """Let go of what was read, unless somebody may go back before it."""
+        """Drop the text that has been read, unless a reader may go back."""
         if not self.keeps:
             self.text, self.at = self.rest, 0
 
     def peek(self) -> Reading[str]:
-        """The next character; none at the end."""
+        """The next character; empty at the end."""
         while self.at >= len(self.text) and not self.ended:
             yield None
         return self.text[self.at : self.at + 1]
@@ -76,40 +76,40 @@ class Source:
     def take(self, text: str) -> Reading[bool]:
         while not self.ended and len(self.rest) < len(text) and text.startswith(self.rest):
             yield None
-        found = self.text.startswith(text, self.at)
-        self.at += len(text) * found
-        return found
+        starts = self.text.startswith(text, self.at)
+        self.at += len(text) * starts
+        return starts
 
     def skip_blanks(self) -> Reading[None]:
         while (character := (yield from self.peek())) and character in BLANKS:
             self.at += 1
 
     def until(self, end: str, most: int) -> Reading[str | None]:
-        """The text before ``end``, which is read too; None if it does not come within ``most`` characters."""
+        """Read the text before ``end``, and ``end``; None if it does not come within ``most`` characters."""
         start = self.at
-        while (found := self.text.find(end, start)) < 0:
+        while (position := self.text.find(end, start)) < 0:
             if self.ended or len(self.text) - start > most + len(end):
                 return None
             yield None
-        if found - start > most:
+        if position - start > most:
             return None
-        self.at = found + len(end)
-        return self.text[start:found]
+        self.at = position + len(end)
+        return self.text[start:position]
 
     def before(self, marks: Sequence[str]) -> Reading[tuple[str, bool]]:
-        """Read text that certainly stands before any of ``marks``; True if one of them comes next."""
+        """Read text that certainly comes before any of ``marks``; True if one of them is next."""
         while True:
             rest = self.rest
-            found = [place for mark in marks if (place := rest.find(mark)) >= 0]
-            if found:
-                self.at += min(found)
-                return rest[: min(found)], True
-            held = max((overlap(rest, mark) for mark in marks), default=0)
+            positions = [place for mark in marks if (place := rest.find(mark)) >= 0]
+            if positions:
+                self.at += min(positions)
+                return rest[: min(positions)], True
+            kept = max((overlap(rest, mark) for mark in marks), default=0)
             if self.ended:
                 self.at += len(rest)
-                return rest[: len(rest) - (held if self.cut and held > 1 else 0)], False
-            if len(rest) > held:
-                self.at += len(rest) - held
-                return rest[: len(rest) - held], False
+                return rest[: len(rest) - (kept if self.cut and kept > 1 else 0)], False
+            if len(rest) > kept:
+                self.at += len(rest) - kept
+                return rest[: len(rest) - kept], False
             self.forget()
             yield None

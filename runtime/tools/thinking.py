@@ -1,4 +1,4 @@
-"""Reasoning before an answer: what encloses it, where it ends, and a budget that ends it."""
+"""Reasoning before an answer: its marks, its end, and a budget that ends it."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,23 +11,18 @@ from llmc.runtime.sampling.processors import Guide
 from llmc.runtime.text.tokenizer import Tokenizer
 from llmc.runtime.tools.harmony import ANALYSIS, FINAL
 
-_BEFORE, _THINKING, _ANSWER = range(3)  # places in an output
+_BEFORE, _THINKING, _ANSWER = range(3)  # parts of an output
 
 
 @dataclass(frozen=True)
 class ThinkingMarks:
-    """The texts, mostly tokens of their own, that enclose reasoning.
+    """The texts around reasoning, mostly special tokens."""
 
-    Attributes:
-        begin, end: before and after it.
-        answer: what stands between its end and an answer; if there is any, the model always reasons.
-        form: the format of calls in which answers are written even where none can be called; empty for plain text.
-    """
-
+    # before and after the reasoning
     begin: str
     end: str
-    answer: str = ""
-    form: str = ""
+    answer: str = ""  # text between the reasoning's end and the answer; if not empty, the model always reasons
+    form: str = ""  # name of the call format that answers use even if no tool can be called; empty for plain text
 
 
 MARKS = (
@@ -41,12 +36,12 @@ MARKS = (
 
 
 def marks_of(template: str) -> ThinkingMarks | None:
-    """The marks that a chat template's source holds, None if it knows no reasoning."""
+    """The reasoning marks in a chat template's source; None if it has no reasoning."""
     return next((marks for marks in MARKS if (marks.answer or marks.end) in template), None)
 
 
 def opens_reasoning(prompt: str, marks: ThinkingMarks | None) -> bool:
-    """True if the prompt, as the template wrote it, ends inside the reasoning."""
+    """True if the prompt ends inside the reasoning."""
     return marks is not None and prompt.rstrip().endswith(marks.begin)
 
 
@@ -55,12 +50,12 @@ class Thinking:
     """The reasoning of a request.
 
     Args:
-        marks: what encloses it.
-        opened: the prompt ends inside it.
-        budget: tokens between the marks at most; None does not bound them.
+        marks: around the reasoning.
+        opened: True if the prompt ends inside the reasoning.
+        budget: most tokens between the marks; None does not bound them.
 
     Raises:
-        UsageError: the budget is no integer of at least 0.
+        UsageError: the budget is not an integer of at least 0.
     """
 
     marks: ThinkingMarks
@@ -77,13 +72,12 @@ def check_budget(budget: object) -> None:
 
 
 class ThinkingGuide:
-    """The guide of an output that may begin with reasoning, which is free: what guides the answer counts after it.
+    """The guide of an output that may begin with reasoning, which is free; ``answer`` guides the answer after it.
 
-    Once the reasoning has as many tokens as its budget, the tokens of the closing mark are the only ones allowed, even
-    if the request bans them. An answer that is guided can only be reached through the closing mark: the reasoning is
-    not allowed to end the sequence. Between reasoning and a guided answer one token of line ends is allowed. Where a
-    mark stands before the answer there is none, and the output begins with the opening mark. ``answer``: the guide of
-    the answer; None leaves it free.
+    When the reasoning has used its budget, only the tokens of the closing mark are allowed, even if the request bans
+    them. A guided answer comes only after the closing mark: the reasoning may not end the sequence. One token of line
+    ends is allowed between reasoning and a guided answer. If a mark stands before the answer, no line ends are allowed,
+    and the output begins with the opening mark. If ``answer`` is None, the answer is free.
     """
 
     def __init__(
@@ -99,7 +93,7 @@ class ThinkingGuide:
         self._eos = list(eos_token_ids)
         self._left = thinking.budget
         self._forced: list[int] = []
-        self._read = b""  # of the place that it is in, as far as a mark may begin there
+        self._read = b""  # the end of the current part, where a mark may begin
         self._after_end = False
         self._place = _BEFORE
         if thinking.opened:
@@ -113,7 +107,7 @@ class ThinkingGuide:
         return self._place == _ANSWER and self._answer is not None and self._answer.finished
 
     def mask(self, logits: Logits) -> Logits:
-        """``logits`` as they are, or a copy with -inf for what may not come.
+        """``logits`` unchanged, or a copy with -inf for forbidden tokens.
         Raises GrammarError: the guide of the answer allows no token."""
         if self._forced:
             return _only(self._forced[:1], logits)
@@ -131,7 +125,7 @@ class ThinkingGuide:
         return masked
 
     def accept(self, token: int) -> None:
-        """Go on by the token chosen. Raises GrammarError: the guide of the answer does not allow it."""
+        """Advance by the token chosen. Raises GrammarError: the guide of the answer does not allow it."""
         if self._forced:
             self._forced.pop(0)
             if not self._forced and self._place == _BEFORE:
@@ -177,7 +171,7 @@ class ThinkingGuide:
             self._forced = list(self._closing)
 
     def _end_thinking(self, rest: bytes) -> None:
-        """The answer begins, maybe in the very token that ended the mark."""
+        """Begin the answer, possibly inside the token that ended the mark."""
         self._place, self._after_end = _ANSWER, not rest
         if self._answer is not None:
             for token in self._tokenizer.encode(rest.decode(errors="replace").lstrip(), False):

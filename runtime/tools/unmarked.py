@@ -1,4 +1,4 @@
-"""Calls without a format's marks: an answer that is JSON objects of calls and nothing else, fenced or bare.
+"""Calls without a format's marks: an answer that only consists of JSON call objects, with or without a fence.
 
 Small models often write calls so, whatever their chat template teaches.
 """
@@ -12,7 +12,7 @@ from llmc.runtime.tools.json_calls import ARGUMENTS, NAMES, read_key, read_name
 from llmc.runtime.tools.json_values import read_string, read_value
 from llmc.runtime.tools.source import Arguments, Called, Content, Event, Reading, Source, Thought
 
-# Keys beside name and arguments that objects of calls have in OpenAI's and Cohere's messages.
+# Keys that OpenAI's and Cohere's call objects have besides name and arguments.
 _OTHER_KEYS = ("id", "index", "tool_call_id", "type")
 
 Call = dict[str, str]
@@ -20,11 +20,11 @@ Call = dict[str, str]
 
 
 class UnmarkedCalls:
-    """Holds content back as long as all of it may be calls, and turns it into calls where it ends as such.
+    """Holds content back while all of it may be calls; yields calls if it ends as such.
 
     Args:
         tools: names that may be called.
-        parallel: False reads one call; an answer with several stays content.
+        parallel: if False, only one call is read; an answer with several is content.
     """
 
     def __init__(self, tools: Collection[str], parallel: bool) -> None:
@@ -33,7 +33,7 @@ class UnmarkedCalls:
         self._undecided = True
 
     def filter(self, events: Iterable[Event], ended: bool) -> Iterator[Event]:
-        """The events with content held back, or turned into calls; ``ended``: they are the last ones."""
+        """The events, with content held back or turned into calls; ``ended`` is True for the last events."""
         for event in events:
             if self._undecided and isinstance(event, Content):
                 self._source.text += event.text
@@ -60,32 +60,32 @@ class UnmarkedCalls:
 
 
 def _read_answer(source: Source, tools: Collection[str], parallel: bool) -> Reading[list[Call] | None]:
-    """The calls that the whole text is; None as soon as it is something else."""
+    """The calls that make up the whole text; None as soon as other text comes."""
     calls: list[Call] = []
     yield from source.skip_blanks()
     while (yield from source.peek()):
-        found = yield from _read_block(source, tools)
-        if found is None or (len(calls) + len(found) > 1 and not parallel):
+        block_calls = yield from _read_block(source, tools)
+        if block_calls is None or (len(calls) + len(block_calls) > 1 and not parallel):
             return None
-        calls += found
+        calls += block_calls
         yield from source.skip_blanks()
     return calls
 
 
 def _read_block(source: Source, tools: Collection[str]) -> Reading[list[Call] | None]:
-    """The calls of a fenced block, or of one without a fence."""
+    """The calls of a block, with or without a fence."""
     closing = yield from _read_fence(source)
     calls = None if closing is None else (yield from _read_calls(source, tools))
     if calls and closing:
         yield from source.skip_blanks()
-        if not (yield from source.take(closing)) and (yield from source.peek()):  # the answer may end in the block
+        if not (yield from source.take(closing)) and (yield from source.peek()):  # the answer may end inside the block
             return None
     return calls
 
 
 def _read_fence(source: Source) -> Reading[str | None]:
-    """Read the fence that begins here, such as ``` and a word, or ``<tools>``. Return the mark that closes it; it is
-    empty where there is no fence, and None where something else begins."""
+    """Read the fence that begins here, such as ``` and a word, or ``<tools>``. Return its closing mark: empty if there
+    is no fence, None if other text begins."""
     start, first = source.at, (yield from source.peek())
     if first == "<":
         source.at += 1
@@ -107,7 +107,7 @@ def _read_fence(source: Source) -> Reading[str | None]:
 
 
 def _read_calls(source: Source, tools: Collection[str]) -> Reading[list[Call] | None]:
-    """The calls of a list, or of objects with commas, semicolons or nothing between them."""
+    """The calls in a list, or in objects separated by commas, semicolons or nothing."""
     listed = yield from source.take("[")
     calls: list[Call] = []
     more = True
@@ -125,21 +125,21 @@ def _read_calls(source: Source, tools: Collection[str]) -> Reading[list[Call] | 
 
 
 def _read_call(source: Source, tools: Collection[str]) -> Reading[Call | None]:
-    """Read an object with the parts of a call; None as soon as it holds something else."""
+    """Read a call object; None as soon as it has an unknown member."""
     call: Call = {}
     more = yield from source.take("{")
     while more:
-        found = yield from _read_member(source, tools)
-        if found is None or found.keys() & call.keys():
+        member = yield from _read_member(source, tools)
+        if member is None or member.keys() & call.keys():
             return None
-        call |= found
+        call |= member
         yield from source.skip_blanks()
         more = yield from source.take(",")
     return call if call and (yield from source.take("}")) else None
 
 
 def _read_member(source: Source, tools: Collection[str]) -> Reading[Call | None]:
-    """Read one member of an object: the part of a call that it is, if any; None if calls have no such member."""
+    """Read one member of an object: its part of the call, if any; None if calls have no such member."""
     key = yield from read_key(source)
     if key == "function" and (yield from source.peek()) == "{":
         return (yield from _read_call(source, tools))
@@ -155,8 +155,8 @@ def _read_member(source: Source, tools: Collection[str]) -> Reading[Call | None]
 
 
 def _object_text(text: str) -> str | None:
-    """An object, or a string that spells one, as JSON text: as it is written, where that is strict JSON. None for any
-    other value."""
+    """An object, or a string that contains one, as JSON text: unchanged if that is strict JSON. None for any other
+    value."""
     try:
         value = _parse(text, strict=False)
         if isinstance(value, str):
@@ -172,7 +172,7 @@ def _object_text(text: str) -> str | None:
 
 
 def _parse(text: str, strict: bool) -> Any:
-    """A JSON value; ``strict``: without line ends in strings. Raises ValueError: it is none, as NaN."""
+    """Parse a JSON value; ``strict`` refuses line ends in strings. Raises ValueError: not JSON, such as NaN."""
 
     def refuse(name: str) -> NoReturn:
         raise ValueError(name)

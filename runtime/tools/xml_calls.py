@@ -1,4 +1,4 @@
-"""Calls written as tags, a parameter at a time: ``<function=NAME>``, ``<parameter=KEY>``, a value as plain text."""
+"""Calls as tags, one per parameter: ``<function=NAME>``, ``<parameter=KEY>``, and a value as plain text."""
 
 import json
 import re
@@ -34,7 +34,7 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 @dataclass(frozen=True)
 class XmlCalls(CallFormat):
     """A mark, ``<function=NAME>``, ``<parameter=KEY>VALUE</parameter>`` for each, ``</function>``, a mark.
-    ``pad``: text between the tags of a parameter and its value."""
+    ``pad``: text between a parameter's tags and its value."""
 
     begin: str
     end: str
@@ -56,10 +56,10 @@ class XmlCalls(CallFormat):
 
     def _rules(self, index: int, tool: Tool) -> list[str]:
         parts, rules = [], []
-        for place, parameter in enumerate(parameters_of(tool, _NAME)):
-            rules.append(f"value_{index}_{place}: {self._value(tool, parameter)}")
+        for position, parameter in enumerate(parameters_of(tool, _NAME)):
+            rules.append(f"value_{index}_{position}: {self._value(tool, parameter)}")
             head = literal(f"<parameter={parameter.name}>{self.pad}")
-            part = f"{head} value_{index}_{place} {literal(chr(10))}"
+            part = f"{head} value_{index}_{position} {literal(chr(10))}"
             parts.append(part if parameter.required else f"({part})?")
         head = literal(f"<function={tool.name}>\n")
         return [f"call_{index}: {head} {' '.join(parts)} {literal('</function>')}", *rules]
@@ -76,8 +76,8 @@ class XmlCalls(CallFormat):
         if values is not None or not _is_plain(schema):
             raise GrammarError(
                 "tools",
-                f"has in {tool.name} the parameter {parameter.name}, a text under rules, which the model's format of "
-                "calls cannot hold to, for it writes texts without quotes",
+                f"has in {tool.name} the parameter {parameter.name}, a text with rules; the model's format of calls "
+                "writes texts without quotes and cannot enforce rules",
                 "leave the rules out",
             )
         return "plain"
@@ -119,20 +119,20 @@ class XmlCalls(CallFormat):
 
 def _schema_of(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
     listed = schema.get("properties")
-    own = listed.get(key) if isinstance(listed, Mapping) else None
+    property_schema = listed.get(key) if isinstance(listed, Mapping) else None
     definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
-    return {**own, **definitions} if isinstance(own, Mapping) else {}
+    return {**property_schema, **definitions} if isinstance(property_schema, Mapping) else {}
 
 
 def _read_value(source: Source, schema: Mapping[str, Any], pad: str) -> Reading[bool]:
-    """Hand a value on as JSON, texts as they come; False where the output ends in it."""
+    """Yield a value as JSON, texts as they come; False if the output ends inside it."""
     types = types_of(schema)
     yield from source.take(pad)
     if types == {"string"}:
         return (yield from stream_text(source, pad + _END, _END))
     start = source.at
     if "string" not in types and (value := (yield from read_value(source))) is not None:
-        if (yield from take_after_blanks(source, _END)):  # a tag in a text of the value ends nothing
+        if (yield from take_after_blanks(source, _END)):  # a tag inside a string of the value ends nothing
             yield Arguments(value)
             return True
         source.at = start
@@ -145,14 +145,14 @@ def _read_value(source: Source, schema: Mapping[str, Any], pad: str) -> Reading[
 
 
 def _as_json(value: str, types: frozenset[str]) -> str:
-    """A value as JSON: what it is by its type, and text where it can be nothing else."""
+    """A value as JSON of the type it is read as; a string if it can be nothing else."""
     value = value if "string" in types else value.strip()
     spelt = _PYTHON.get(value, value)
     try:
-        found = json.loads(spelt)
+        parsed = json.loads(spelt)
     except (ValueError, RecursionError):
         return json.dumps(value, ensure_ascii=False)
-    kind = _TYPES[type(found)]
+    kind = _TYPES[type(parsed)]
     fits = kind in types or (kind == "integer" and "number" in types)
     if "string" in types and (not fits or kind == "string"):
         return json.dumps(value, ensure_ascii=False)
@@ -162,43 +162,43 @@ def _as_json(value: str, types: frozenset[str]) -> str:
 def types_of(
     schema: Any, root: Mapping[str, Any] | None = None, known: dict[str, frozenset[str]] | None = None
 ) -> frozenset[str]:
-    """The JSON types that a schema allows; all where it does not say."""
+    """The JSON types that a schema allows; all if it names none."""
     if not isinstance(schema, Mapping):
         return _ALL_TYPES
     root, known = (schema if root is None else root), ({} if known is None else known)
-    found = _ALL_TYPES
+    types = _ALL_TYPES
     reference = schema.get("$ref")
     if reference is not None:
         if str(reference) not in known:
-            known[str(reference)] = _ALL_TYPES  # of one that refers to itself
+            known[str(reference)] = _ALL_TYPES  # for a definition that refers to itself
             known[str(reference)] = types_of(follow_reference(root, reference), root, known)
-        found &= known[str(reference)]
+        types &= known[str(reference)]
     if "type" in schema:
         kinds = schema["type"] if isinstance(schema["type"], list | tuple) else [schema["type"]]
-        found &= frozenset(map(str, kinds)) | ({"integer"} if "number" in kinds else frozenset())
+        types &= frozenset(map(str, kinds)) | ({"integer"} if "number" in kinds else frozenset())
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list | tuple):
-            found &= frozenset().union(*(types_of(item, root, known) for item in schema[key]))
+            types &= frozenset().union(*(types_of(item, root, known) for item in schema[key]))
     if "const" in schema or isinstance(schema.get("enum"), list | tuple):
         values = [schema["const"]] if "const" in schema else schema["enum"]
-        found &= frozenset(_TYPES[type(value)] for value in values if type(value) in _TYPES)
-    return found
+        types &= frozenset(_TYPES[type(value)] for value in values if type(value) in _TYPES)
+    return types
 
 
 def resolve_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema that a reference to a definition means; any other as it is, without the definitions."""
+    """The definition that a reference names; any other schema without its definitions."""
     root = schema
     for _ in range(len(root.get("$defs", ())) + len(root.get("definitions", ())) + 1):
         schema = {key: value for key, value in schema.items() if key not in DEFINITIONS}
-        found = follow_reference(root, schema["$ref"]) if schema.keys() == {"$ref"} else None
-        if not isinstance(found, Mapping):
+        target = follow_reference(root, schema["$ref"]) if schema.keys() == {"$ref"} else None
+        if not isinstance(target, Mapping):
             break
-        schema = found
+        schema = target
     return schema
 
 
 def _is_plain(schema: Any) -> bool:
-    """True if types are all that the schema asks for."""
+    """True if the schema restricts nothing but types."""
     if not isinstance(schema, Mapping):
         return False
     if schema.keys() == {"anyOf"} and isinstance(schema["anyOf"], list | tuple):
@@ -207,18 +207,18 @@ def _is_plain(schema: Any) -> bool:
 
 
 def _comes_back(value: Any, types: frozenset[str]) -> bool:
-    """True if a value that is written as text is read as itself."""
-    found = json.loads(_as_json(_format_value(value), types))
-    return found == value and type(found) is type(value) and _END not in _format_value(value)
+    """True if a value written as text is read back unchanged."""
+    parsed = json.loads(_as_json(_format_value(value), types))
+    return parsed == value and type(parsed) is type(value) and _END not in _format_value(value)
 
 
 def follow_reference(root: Mapping[str, Any], reference: Any) -> Any:
-    """The part of a schema that a reference names; None if there is none."""
+    """The part of a schema that a reference names; None if it does not exist."""
     whole, *names = str(reference).split("/")
-    found: Any = root if whole == "#" else None
+    part: Any = root if whole == "#" else None
     for name in names:
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+        part = part.get(name) if isinstance(part, Mapping) else None
+    return part
 
 
 def _format_value(value: Any) -> str:

@@ -1,1 +1,1 @@
-"""Images in prompts: decoded within bounds, cut into tiles, and turned into rows of embeddings by a tower."""
+"""Images in prompts: decode within bounds, cut into tiles, and compute embedding rows with the vision tower."""

@@ -1,6 +1,6 @@
-"""Images of any shape cut into tiles and patches, as transformers' processors of Qwen's models and LFM2-VL do it.
+"""Cut images of any shape into tiles and patches, as transformers' processors of Qwen's models and LFM2-VL do.
 
-That of LFM2-VL resizes by torchvision: of pixels that Pillow resizes some differ from its by one of 255.
+LFM2-VL's processor resizes with torchvision: some pixels differ by 1 of 255 from Pillow's, which are used here.
 """
 
 import math
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def cut_patches(image: "Image", vision: Vision, patching: Patching) -> Tiles:
-    """Resize an RGB image as the family's processor does, and cut a large one into tiles as well."""
+    """Resize an RGB image as the family's processor does, and also cut a large one into tiles."""
     resample = require("PIL.Image", "vision").Resampling[patching.filter.upper()]
     whole = by_channel(image.resize(_find_size(*image.size, vision.square, patching), resample))
     rounded = (max(vision.patch, round(side / vision.square) * vision.square) for side in image.size)
@@ -30,20 +30,20 @@ def cut_patches(image: "Image", vision: Vision, patching: Patching) -> Tiles:
 
 
 def _find_size(width: int, height: int, square: int, patching: Patching) -> tuple[int, int]:
-    """Width and height in whole squares, whose product is within the bounds unless an image is too long for them."""
-    # Qwen's processor takes a side that is rounded to nothing for too few pixels, that of LFM2-VL for one square.
-    found = [max(int(patching.naflex), round(side / square)) * square for side in (width, height)]
-    if math.prod(found) > patching.most_pixels:
+    """Width and height in whole squares; their product is within the bounds unless the image is too long for them."""
+    # Qwen's processor rounds a short side to 0, which is too few pixels; LFM2-VL's rounds it to one square.
+    size = [max(int(patching.naflex), round(side / square)) * square for side in (width, height)]
+    if math.prod(size) > patching.most_pixels:
         factor = math.sqrt(width * height / patching.most_pixels)
-        found = [max(1, math.floor(side / factor / square)) * square for side in (width, height)]
-    elif math.prod(found) < patching.least_pixels:
+        size = [max(1, math.floor(side / factor / square)) * square for side in (width, height)]
+    elif math.prod(size) < patching.least_pixels:
         factor = math.sqrt(patching.least_pixels / (width * height))
-        found = [math.ceil(side * factor / square) * square for side in (width, height)]
-    return found[0], found[1]
+        size = [math.ceil(side * factor / square) * square for side in (width, height)]
+    return size[0], size[1]
 
 
 def _find_layout(width: int, height: int, tile: int, patching: Patching) -> tuple[int, int]:
-    """Columns and rows of tiles whose ratio is the nearest; of equally near ones the more, if the image fills half."""
+    """Columns and rows of tiles with the nearest ratio; ties go to more tiles if the image fills half of them."""
     most = range(1, patching.most_tiles + 1)
     layouts = [(x, y) for x in most for y in most if patching.least_tiles <= x * y <= patching.most_tiles]
     best, nearest = (1, 1), math.inf
@@ -57,11 +57,11 @@ def _find_layout(width: int, height: int, tile: int, patching: Patching) -> tupl
 def make_feeds(tile: NDArray[np.uint8], vision: Vision) -> dict[str, NDArray[Any]]:
     """Inputs of the tower for a tile uint8 [3, height, width].
 
-    Returns ``pixel_values`` float32 [1, 3, height, width] or, of P patches, those of a square one after the other,
-    [P, K]; with learned positions for grids of any shape ``corners`` int64 [C, P], the entries of their table that are
-    in each patch, and ``corner_weights`` float32 [C, P]; with heads that turn ``positions`` int64 [P, 2], rows and
-    columns; and where some layers attend within windows of L patches ``windows`` int64 [W, L], -1 behind a window's
-    patches, and ``window_places`` int64 [P].
+    Returns ``pixel_values`` float32 [1, 3, height, width] or, for P patches, [P, K] with the patches of a square next
+    to each other. With learned positions for grids of any shape: ``corners`` int64 [C, P], the table entries that each
+    patch combines, and ``corner_weights`` float32 [C, P]. With rotary heads: ``positions`` int64 [P, 2], rows and
+    columns. If some layers attend within windows of L patches: ``windows`` int64 [W, L], padded with -1, and
+    ``window_places`` int64 [P].
     """
     values = normalize(tile[None], vision.steps)
     if (patching := vision.patching) is None:
@@ -85,7 +85,7 @@ def make_feeds(tile: NDArray[np.uint8], vision: Vision) -> dict[str, NDArray[Any
 
 
 def _stretch(positions: NDArray[np.int64], sizes: tuple[int, int], patching: Patching) -> dict[str, NDArray[Any]]:
-    """Entries of a table [places, places] that is stretched over an image of so many patches, and their weights."""
+    """Entries of a table [places, places] stretched over an image of so many patches, and their weights."""
     (rows, tall), (columns, wide) = (_weigh_places(size, patching) for size in sizes)
     down, across = positions.T
     return {
@@ -95,8 +95,8 @@ def _stretch(positions: NDArray[np.int64], sizes: tuple[int, int], patching: Pat
 
 
 def _weigh_places(count: int, patching: Patching) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Learned places in each of ``count`` that lie evenly over them, and their shares, both [C, count]: linear between
-    two, from the first to the last place or, by areas, over as many as lie in each; in float32 as transformers does."""
+    """Learned places for each of ``count`` evenly spaced positions, and their weights, both [C, count]: linear between
+    two places, or by the area of several; float32 as in transformers."""
     places, numbers = patching.places, np.arange(count, dtype=np.float32)
     reach, centers = np.float32(1), numbers * np.float32(places - 1) / np.float32(max(count - 1, 1))
     if patching.naflex:
@@ -110,13 +110,13 @@ def _weigh_places(count: int, patching: Patching) -> tuple[NDArray[np.int64], ND
 
 
 def _list_windows(rows: int, columns: int, window: int, square: int) -> dict[str, NDArray[Any]]:
-    """Patches by window, of squares of so many patches."""
+    """Patches by window; ``square`` patches form a square."""
     slots = list[NDArray[np.int64]]()
     numbers = np.arange(rows * columns * square).reshape(rows, columns, square)
     for row in range(0, rows, window):
         for column in range(0, columns, window):
-            own = numbers[row : row + window, column : column + window].ravel()
-            slots.append(np.pad(own, (0, window**2 * square - len(own)), constant_values=-1))
+            slot = numbers[row : row + window, column : column + window].ravel()
+            slots.append(np.pad(slot, (0, window**2 * square - len(slot)), constant_values=-1))
     windows = np.stack(slots)
     places = np.empty(rows * columns * square, np.int64)
     filled = np.flatnonzero(windows >= 0)

@@ -1,4 +1,4 @@
-"""Rows of embeddings in the places of a prompt's image tokens, and the names of these places in the prefix cache."""
+"""Embedding rows at the image tokens of a prompt, and names for these positions in the prefix cache."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,48 +11,41 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, eq=False)
 class ImageRows:
-    """All of a prompt's images.
+    """The embedding rows of all images in a prompt."""
 
-    Attributes:
-        positions: int64 [R], ascending: the places of image tokens.
-        names: int64 [R], negative, as no token is: what prefixes are named by in these places.
-        rows: float32 [R, hidden or more]: what the decoder reads there in place of the token's own embedding.
-        places: int64 [3, P]: where positions have several axes those of the prompt's tokens, whatever comes after them.
-        whole: whether rows of an image see those after them, so that all of them must be fed in one call.
-    """
-
-    positions: NDArray[np.int64]
-    names: NDArray[np.int64]
-    rows: NDArray[np.float32]
+    positions: NDArray[np.int64]  # int64 [R], ascending: the positions of image tokens
+    names: NDArray[np.int64]  # int64 [R], negative, unlike any token: the names of these positions in the prefix cache
+    rows: NDArray[np.float32]  # float32 [R, hidden or more]: replace the embeddings of these tokens
+    # int64 [3, P]: coordinates of the prompt's tokens if positions have several axes; else None
     places: NDArray[np.int64] | None = None
-    whole: bool = False
+    whole: bool = False  # True if an image's rows attend to later rows, so that all of them must be fed in one call
 
     def feeds(self, start: int, end: int) -> dict[str, NDArray[Any]]:
-        """Inputs of a call of one row for the positions ``start`` ... ``end - 1``: the rows of images in them, and
-        where positions have axes those."""
-        found: dict[str, NDArray[Any]] = {} if self.places is None else {"positions": self.place(start, end)[:, None]}
+        """Inputs of a one-row call for the positions ``start`` ... ``end - 1``: the image rows among them, and
+        coordinates if positions have several axes."""
+        feeds: dict[str, NDArray[Any]] = {} if self.places is None else {"positions": self.place(start, end)[:, None]}
         first, last = np.searchsorted(self.positions, [start, end])
         if first < last:
-            found["embedding_indices"] = np.full((1, end - start), -1, np.int64)
-            found["embedding_indices"][0, self.positions[first:last] - start] = np.arange(last - first)
-            found["embeddings"] = self.rows[first:last]
-        return found
+            feeds["embedding_indices"] = np.full((1, end - start), -1, np.int64)
+            feeds["embedding_indices"][0, self.positions[first:last] - start] = np.arange(last - first)
+            feeds["embeddings"] = self.rows[first:last]
+        return feeds
 
     def place(self, start: int, end: int) -> NDArray[np.int64]:
-        """Positions int64 [3, end - start] of the tokens ``start`` ... ``end - 1``, also of those behind the prompt."""
+        """Coordinates int64 [3, end - start] of the tokens ``start`` ... ``end - 1``, also after the prompt's end."""
         assert self.places is not None
         length = self.places.shape[1]
         after = self.places[:, -1:].max() + 1 - length + np.arange(max(start, length), max(end, length))
         return np.concatenate([self.places[:, start:end], np.broadcast_to(after, (3, len(after)))], axis=1)
 
     def fit_end(self, start: int, end: int, total: int) -> int:
-        """The end of a chunk from ``start`` that would cut an image at ``end``: in front of the image or, where it
-        begins the chunk, behind it; after an even number of tokens, if there are ``total`` enough."""
+        """The end of a chunk from ``start``, moved so that it does not cut an image: before the image or, if it begins
+        the chunk, after it; after an even number of tokens, if ``total`` has enough."""
         places = self.positions
         at = int(np.searchsorted(places, end))
         if not self.whole or at in (0, len(places)) or places[at] != end or places[at - 1] != end - 1:
             return end
-        outside = np.flatnonzero(np.diff(places) > 1)  # the last row of each image but the last
+        outside = np.flatnonzero(np.diff(places) > 1)  # the last row of every image except the last
         before, after = outside[outside < at], outside[outside >= at]
         first = int(places[before[-1] + 1 if len(before) else 0])
         if first - start >= 2:
@@ -61,31 +54,31 @@ class ImageRows:
         return min(total, last + (last - start) % 2)
 
     def name_tokens(self, tokens: Sequence[int]) -> list[int]:
-        """``tokens``, of which the first are the prompt's, with the images' names in their places."""
+        """``tokens``, which begin with the prompt's, with image positions replaced by the images' names."""
         named = np.array(tokens, np.int64)
         named[self.positions] = self.names
         return list(map(int, named))
 
 
 def make_names(digest: bytes, rows: int) -> NDArray[np.int64]:
-    """Names of an image's rows: of two images they differ wherever 63 bits of SHAKE128 do."""
+    """Names for an image's rows; two images differ in them unless 63 bits of SHAKE128 collide."""
     names = np.frombuffer(hashlib.shake_128(digest).digest(8 * rows), "<i8").astype(np.int64)
     return names | np.iinfo(np.int64).min
 
 
 def place_tokens(length: int, images: Sequence[tuple[int, tuple[int, int]]]) -> NDArray[np.int64]:
-    """Positions int64 [3, length] on three axes, of time, row and column. An image, which begins at a token and has
-    rows and columns, stands at one time, and what comes after it behind its longer side.
+    """Coordinates int64 [3, length] of tokens: time, row and column. ``images``: first token, and (rows, columns). An
+    image has one time; the tokens after it continue after its longer side.
 
     Source: M-RoPE (arXiv 2409.12191).
     """
-    found, begins, next_place = np.empty((3, length), np.int64), 0, 0
+    positions, begins, next_place = np.empty((3, length), np.int64), 0, 0
     for start, (rows, columns) in images:
-        found[:, begins:start] = np.arange(next_place, next_place + start - begins)
+        positions[:, begins:start] = np.arange(next_place, next_place + start - begins)
         next_place += start - begins
         begins = start + rows * columns
-        found[:, start:begins] = next_place
-        found[1:, start:begins] += np.indices((rows, columns)).reshape(2, -1)
+        positions[:, start:begins] = next_place
+        positions[1:, start:begins] += np.indices((rows, columns)).reshape(2, -1)
         next_place += max(rows, columns)
-    found[:, begins:] = np.arange(next_place, next_place + length - begins)
-    return found
+    positions[:, begins:] = np.arange(next_place, next_place + length - begins)
+    return positions

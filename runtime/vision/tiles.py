@@ -1,4 +1,4 @@
-"""Images cut into the tiles that a tower sees, bit for bit as transformers' Pillow processors of the families do it."""
+"""Cut images into the tiles that a tower sees, bit for bit as transformers' Pillow processors do."""
 
 import hashlib
 import math
@@ -19,28 +19,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """An image as a tower sees it.
+    """An image cut for the tower."""
 
-    Attributes:
-        pixels: uint8 [3, height, width] of each: row by row, and last the whole image; or this alone.
-        rows, columns: of the tiles that were cut; 0 where none were.
-    """
-
+    # uint8 [3, height, width] each: the tiles row by row, then the whole image; or only the whole image
     pixels: Sequence[NDArray[np.uint8]] | NDArray[np.uint8]
+    # of the tiles; 0 if the image was not cut
     rows: int = 0
     columns: int = 0
 
     @cached_property
     def digest(self) -> bytes:
-        """A hash of all of it: equal ones make equal rows of embeddings in equal places."""
-        made = hashlib.blake2b(f"{self.rows} {self.columns} ".encode(), digest_size=32)
+        """A hash of everything: images with equal hashes have equal embedding rows at equal positions."""
+        digest = hashlib.blake2b(f"{self.rows} {self.columns} ".encode(), digest_size=32)
         for tile in self.pixels:
-            made.update(f"{tile.shape} ".encode() + tile.tobytes())
-        return made.digest()
+            digest.update(f"{tile.shape} ".encode() + tile.tobytes())
+        return digest.digest()
 
 
 def cut_tiles(image: "Image", vision: Vision) -> Tiles:
-    """Resize an RGB image, and cut it where the family's processor does."""
+    """Resize an RGB image, and cut it if the family's processor would."""
     side, tiling = vision.tile, vision.tiling
     assert tiling is not None
     resample = require("PIL.Image", "vision").Resampling[tiling.filter.upper()]
@@ -58,24 +55,24 @@ def cut_cells(image: "Image", side: int) -> NDArray[np.uint8]:
     """Tiles of an image, row by row: uint8 [tiles, 3, side, side]."""
     columns, rows = image.width // side, image.height // side
     cells = by_channel(image).reshape(3, rows, side, columns, side).transpose(1, 3, 0, 2, 4)
-    found: NDArray[np.uint8] = cells.reshape(-1, 3, side, side)
-    return found
+    tiles: NDArray[np.uint8] = cells.reshape(-1, 3, side, side)
+    return tiles
 
 
 def normalize(pixels: NDArray[np.uint8], steps: Tiling | Patching) -> NDArray[np.float32]:
-    """Rescaled and normalized values of uint8 [tiles, 3, side, side], in float32 as transformers computes them."""
+    """Rescaled and normalized values of uint8 [tiles, 3, side, side], in float32 as in transformers."""
     values = (np.arange(256, dtype=np.float64) * steps.rescale).astype(np.float32)
     table = [(values - np.float32(mean)) / np.float32(std) for mean, std in zip(steps.mean, steps.std, strict=True)]
     return np.stack([table[channel][pixels[:, channel]] for channel in range(3)], axis=1)
 
 
 def count_rows(tiles: Tiles, vision: Vision) -> int:
-    """Rows of embeddings that the tower makes of an image."""
+    """Number of embedding rows that the tower computes for an image."""
     return sum(math.prod(vision.grid(*tile.shape[1:])) for tile in tiles.pixels)
 
 
 def write_markers(tiles: Tiles, vision: Vision) -> str:
-    """The text of an image in a prompt: its token as often as there are rows of embeddings, between marks."""
+    """The text of an image in a prompt: one image token per embedding row, between markers."""
     markers = vision.markers
     *cells, whole = (markers.image * math.prod(vision.grid(*tile.shape[1:])) for tile in tiles.pixels)
     before, after, row_end = ("\n".join(lines) for lines in (markers.before, markers.after, markers.row_end))
@@ -101,7 +98,7 @@ def _find_size(width: int, height: int, longest: int) -> tuple[int, int]:
 
 
 def _find_multiples(width: int, height: int, side: int) -> tuple[int, int]:
-    """Width and height as the next multiples of ``side``, the shorter one after the ratio is kept."""
+    """Width and height rounded up to multiples of ``side``; the shorter one keeps the ratio first."""
     ratio = width / height
     if width >= height:
         width = _ceil(width, side)

@@ -1,4 +1,4 @@
-"""Images of a conversation on their way to the decoder: seen, written into the prompt, and computed once each."""
+"""From images in a conversation to embedding rows: cut, write into the prompt, and compute each image once."""
 
 import threading
 from collections import OrderedDict
@@ -15,18 +15,18 @@ from llmc.runtime.vision.patches import cut_patches, make_feeds
 from llmc.runtime.vision.rows import ImageRows, make_names, place_tokens
 from llmc.runtime.vision.tiles import Tiles, count_rows, cut_tiles, write_markers
 
-# Bytes of embeddings that are kept for images that come again, as they do in every turn of a chat: of some 25 images of
-# SmolVLM2-256M in its largest size.
+# Bytes of embeddings kept for images that come again, as in every turn of a chat: about 25 images of SmolVLM2-256M in
+# its largest size.
 KEPT_BYTES = 64_000_000
 
 
 class Tower:
-    """Rows of embeddings of images. Any thread may call it: one image at a time is decoded, and one of this tower
-    computed, a tile in each call, so that neither memory nor results depend on what else comes.
+    """Computes embedding rows of images. Any thread may call it: the process decodes one image at a time, and this
+    tower computes one tile at a time, so neither memory nor results depend on other requests.
 
     Args:
         vision: the tower's sizes and the settings of its images.
-        run: rows float32 [tokens, hidden] of what :func:`llmc.runtime.vision.patches.make_feeds` makes of a tile.
+        run: computes float32 [tokens, hidden] from :func:`llmc.runtime.vision.patches.make_feeds` of a tile.
     """
 
     def __init__(self, vision: Vision, run: Callable[..., NDArray[np.float32]]) -> None:
@@ -38,18 +38,17 @@ class Tower:
     def write_images(
         self, prompt: str, images: Sequence[Any], mark: Callable[[str], str], max_context: int
     ) -> tuple[str, list[Tiles]]:
-        """The prompt with the tokens of images where its template wrote one for each, and the images as the tower sees
-        them.
+        """The prompt with each image placeholder replaced by the image's tokens, and the images cut for the tower.
 
         Args:
-            prompt: as the template wrote it.
-            images: what :func:`llmc.runtime.vision.decode.open_image` takes.
-            mark: makes of special tokens what the prompt has in their place.
+            prompt: written by the template.
+            images: inputs of :func:`llmc.runtime.vision.decode.open_image`.
+            mark: replaces special tokens as in the prompt.
             max_context: tokens.
 
         Raises:
-            RequestError, UsageError: the template did not write all images, or one cannot be taken.
-            ResourceError: memory does not suffice for one.
+            RequestError, UsageError: the template left out images, or an image cannot be read.
+            ResourceError: not enough memory for an image.
             ContextError: images have more tokens than the context.
         """
         vision, seen, tokens = self._vision, list[Tiles](), 0
@@ -57,7 +56,7 @@ class Tower:
         if len(around) - 1 != len(images):
             raise RequestError(
                 f"the model's chat template shows {len(around) - 1} of the {len(images)} images of the messages; put "
-                "images into messages of the user"
+                "images into user messages"
             )
         for number, image in enumerate(images, 1):
             with decoding(name := f"image {number}"):
@@ -73,11 +72,11 @@ class Tower:
         return "".join(part for pair in zip(around, [*written, ""], strict=True) for part in pair), seen
 
     def compute_rows(self, images: Sequence[Tiles], prompt: Sequence[int]) -> ImageRows:
-        """Rows of embeddings in the places of a prompt's image tokens.
+        """Embedding rows at the positions of a prompt's image tokens.
 
         Raises:
-            RequestError: the prompt has more or fewer of them.
-            EngineClosedError: the model was closed meanwhile.
+            RequestError: the number of image tokens in the prompt is wrong.
+            EngineClosedError: the model was closed.
         """
         vision = self._vision
         positions = np.flatnonzero(np.asarray(prompt, np.int64) == vision.token_id)
@@ -89,7 +88,7 @@ class Tower:
                 parameter="prompt",
             )
         rows = [self._compute(tiles) for tiles in images]
-        names = [make_names(tiles.digest, len(own)) for tiles, own in zip(images, rows, strict=True)]
+        names = [make_names(tiles.digest, len(image_rows)) for tiles, image_rows in zip(images, rows, strict=True)]
         places = None
         if vision.axes:
             starts = positions[np.cumsum([0, *counts[:-1]])].tolist()
@@ -102,58 +101,58 @@ class Tower:
             if (rows := self._kept.get(tiles.digest)) is not None:
                 self._kept.move_to_end(tiles.digest)
                 return rows
-            found = [self.run(**make_feeds(tile, self._vision)) for tile in tiles.pixels]
-            self._kept[tiles.digest] = rows = np.concatenate(found)
+            parts = [self.run(**make_feeds(tile, self._vision)) for tile in tiles.pixels]
+            self._kept[tiles.digest] = rows = np.concatenate(parts)
             while sum(kept.nbytes for kept in self._kept.values()) > KEPT_BYTES:
                 self._kept.popitem(last=False)
             return rows
 
     def run(self, **feeds: NDArray[Any]) -> NDArray[np.float32]:
-        """Rows float32 [tokens, hidden] of what :func:`llmc.runtime.vision.patches.make_feeds` makes of a tile.
+        """Embeddings float32 [tokens, hidden] from :func:`llmc.runtime.vision.patches.make_feeds` of a tile.
 
         Raises:
-            EngineClosedError: the model was closed meanwhile.
+            EngineClosedError: the model was closed.
         """
         if self._run is None:
             raise EngineClosedError("the model is closed; load the bundle again")
         return self._run(**feeds)
 
     def close(self) -> None:
-        """Free the graph, once the tile that is being computed is."""
+        """Free the graph after the tile in progress."""
         self._run = None
 
 
 def _see(source: Any, vision: Vision, name: str) -> Tiles:
-    """An image as a tower sees it; nothing else of it stays."""
+    """Cut an image for the tower; the image itself is not kept."""
     image = open_image(source, name)
     return cut_patches(image, vision, vision.patching) if vision.patching else cut_tiles(image, vision)
 
 
-# Parts for which templates write placeholders that nothing would fill; how services call images among them.
+# Templates write placeholders for these parts, and nothing would fill them. The names are those of services.
 OTHER_MEDIA = ("video", "video_url", "audio", "audio_url", "input_audio", "image_url", "input_image")
 
 
 def take_images(messages: Any) -> tuple[Any, list[Any]]:
-    """Messages as templates read them, whose parts ``{"type": "image", "image": ...}`` say only that there is one, and
-    the images in their order.
+    """Messages for the template, with parts ``{"type": "image", "image": ...}`` reduced to a placeholder, and the
+    images in order.
 
     Raises:
-        UsageError: a part is of another form.
+        UsageError: a part has another format.
     """
     images: list[Any] = []
 
     def take(part: Any) -> Any:
         if not isinstance(part, Mapping):
             return part
-        if other := next((kind for kind in OTHER_MEDIA if kind in (part.get("type"), *part)), None):
-            raise UsageError("messages", f"holds a part of the kind {other}, expected text or image", "leave it out")
+        if medium := next((kind for kind in OTHER_MEDIA if kind in (part.get("type"), *part)), None):
+            raise UsageError("messages", f"holds a part of the kind {medium}, expected text or image", "leave it out")
         if part.get("type") != "image":
             return part
         if part.keys() != {"type", "image"}:
             raise UsageError(
                 "messages",
                 f'holds an image with the keys {", ".join(map(str, part))}, expected {{"type": "image", '
-                '"image": the path of a file, its bytes, an array or an image of Pillow\'s}',
+                '"image": the path of a file, its bytes, an array or a Pillow image}',
             )
         images.append(part["image"])
         return {"type": "image"}

@@ -146,12 +146,12 @@ def test_emulation_reaches_the_loader(
 
     def load(bundle: Path, **options: Any) -> None:
         asked.append(options["emulate"])
-        raise GpuError("no NVIDIA driver is here")
+        raise GpuError("no NVIDIA driver was found")
 
     monkeypatch.setattr("llmc.runtime.load", load)
     verb, *rest = command
     ran = llmc(verb, save(), *rest, *flags)
-    assert (ran.code, ran.err) == (1, "llmc: error: no NVIDIA driver is here\n")
+    assert (ran.code, ran.err) == (1, "llmc: error: no NVIDIA driver was found\n")
     assert asked == [bool(flags)]
 
 

@@ -279,7 +279,7 @@ def test_other_files_are_not_overwritten(talk, model: FakeModel, tmp_path: Path,
     before = file.read_bytes()
     ran = talk("Hello", f"/save {file}")
     assert ran.code == 2
-    assert f"{file} exists and is no saved conversation; choose another one" in ran.err
+    assert f"{file} exists and is not a saved conversation; choose another one" in ran.err
     assert file.read_bytes() == before
     assert {path.name for path in tmp_path.iterdir()} == {"bundle", "precious"}
 

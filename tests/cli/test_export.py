@@ -71,5 +71,5 @@ def test_a_tokenizer_that_does_not_work_is_refused_before_any_work(
     monkeypatch.setattr("llmc.runtime.text.trial.TRIAL_BYTES", 1 << 29)  # which is full sooner
     ran = llmc("export", exploding_checkpoint, "-o", tmp_path / "out")
     assert (ran.code, calls) == (1, [])
-    assert "the tokenizer or chat template does not work: tried in a process of its own" in ran.err
+    assert "the tokenizer or chat template does not work: a trial in a separate process" in ran.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "in"]

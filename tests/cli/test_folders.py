@@ -28,7 +28,10 @@ def test_what_has_yet_to_be_built_is_named_with_the_command(llmc, unbuilt: dict[
 @pytest.mark.parametrize("order", [("export",), ("build",), ("plan",), ("inspect",)], ids=lambda order: order[0])
 def test_an_adapter_is_refused_by_name_beside_base_weights_and_alone(llmc, unbuilt, tmp_path: Path, order: tuple):
     (tmp_path / "alone").mkdir()
-    for folder, words in ((unbuilt["a checkpoint"], "an adapter, which llmc would"), (tmp_path / "alone", "no whole")):
+    for folder, words in (
+        (unbuilt["a checkpoint"], "an adapter, which llmc would"),
+        (tmp_path / "alone", "not a whole"),
+    ):
         (folder / "adapter_config.json").write_text("{}")
         ran = llmc(*order, folder, *(("-o", tmp_path / "out") if order[0] in ("export", "build") else ()))
         assert (ran.code, ran.out) == (1, "") and words in ran.err and "export its base model with it" in ran.err

@@ -43,9 +43,9 @@ SAVED = {"format": "llmc-chat", "version": 1, "messages": TALK}
     [
         ("{", "cannot be read as JSON"),
         ("[" * 100_000, "cannot be read as JSON"),
-        (json.dumps({**SAVED, "format": "other"}), "is no saved conversation"),
-        (json.dumps({**SAVED, "version": 2}), "is no saved conversation"),
-        ('"\\ud800"', "is no saved conversation"),
+        (json.dumps({**SAVED, "format": "other"}), "is not a saved conversation"),
+        (json.dumps({**SAVED, "version": 2}), "is not a saved conversation"),
+        ('"\\ud800"', "is not a saved conversation"),
         (json.dumps({**SAVED, "messages": [{"role": "user", "content": "\ud800"}]}), "messages is not a list"),
         (json.dumps({**SAVED, "messages": [{"role": "user"}]}), "messages is not a list"),
         (json.dumps({**SAVED, "messages": [{"role": "god", "content": ""}]}), "messages is not a list"),

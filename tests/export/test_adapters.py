@@ -136,12 +136,12 @@ REFUSED = {
     "another rank": (tensors(), {"r": 8}, "factors of rank 4 and 4, but adapter_config.json says 8"),
     "no number": (nan(tensors()), {}, "lora_B.weight holds NaN or infinite values"),
     "one factor": (HALF, {}, "has lora_A [4, 64]; expected matrices lora_A and lora_B: get"),
-    "no magnitude": (tensors(), {"use_dora": True}, "and lora_magnitude_vector of a linear"),
+    "no magnitude": (tensors(), {"use_dora": True}, "and lora_magnitude_vector for a linear"),
     "an unknown tensor": ({"x.lora_E": np.ones(4, np.float32)}, {}, "x.lora_E of type F32 is unsupported"),
     "another width": (tensors(inputs=32), {}, "q_proj.weight as [64, 32], but"),
     "a module too much": (tensors("model.layers.9.self_attn.q_proj"), {}, "layers.9.self_attn.q_proj.weight, which"),
     "an expert": (tensors("model.layers.0.mlp.experts.1.up_proj"), {}, "lacks or has as one expert of several"),
-    "nothing": ({}, {}, "there are no tensors in this adapter"),
+    "nothing": ({}, {}, "this adapter has no tensors"),
     "another whole tensor": ({f"{Q}.bias": np.ones(63, np.float32)}, {}, "q_proj.bias as [63], but"),
 }
 

@@ -64,7 +64,7 @@ FILES = {
     "an export": (holding("export.json", b"{}"), ["is an export already", "llmc build"]),
     "no safetensors file": (
         holding(WEIGHTS, b"version https://git-lfs.github.com/spec/v1\n"),
-        ["truncated or no safetensors file", "43 bytes"],
+        ["truncated or not safetensors", "43 bytes"],
     ),
     "a truncated config": (holding("config.json", b'{"a": "b"'), ["config.json cannot be read as JSON", "line 1"]),
     "a list for a config": (holding("config.json", b"[1, 2]"), ["holds a JSON list", "expected an object"]),
@@ -92,7 +92,7 @@ def test_an_adapter_alone_is_no_model(checkpoint):
     (checkpoint.folder / "adapter_config.json").write_text("{}")
     (checkpoint.folder / "config.json").unlink()
     (checkpoint.folder / WEIGHTS).rename(checkpoint.folder / "adapter_model.safetensors")
-    refuses(checkpoint, "is an adapter (adapter_config.json) and no whole model; export its base model with it")
+    refuses(checkpoint, "is an adapter (adapter_config.json), not a whole model; export its base model with it")
 
 
 # ------------------------------------------------------------------------------------------------ shards
@@ -125,7 +125,7 @@ def write_header(checkpoint, header: bytes, data: bytes = b"") -> None:
     ("header", "words"),
     [
         (b"{", ["corrupt safetensors header"]),
-        (b"[]", ["corrupt safetensors header", "no JSON object"]),
+        (b"[]", ["corrupt safetensors header", "not a JSON object"]),
         (b'{"a": 1}', ["entry for a is corrupt"]),
         (b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', ["entry for a is corrupt"]),
         (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', ["a takes 4 bytes", "F32 [2] needs 8"]),
@@ -269,5 +269,5 @@ def test_a_model_that_looks_at_later_tokens_generates_no_text(exported, tmp_path
     folder = shutil.copytree(exported("gemma3-two-ropes").checkpoint, tmp_path / "both-ways")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "use_bidirectional_attention": True}))
-    with pytest.raises(CheckpointError, match=r"looks at later tokens too, .* no modules\.json"):
+    with pytest.raises(CheckpointError, match=r"attends to later tokens, .* without modules\.json"):
         read_checkpoint(folder)

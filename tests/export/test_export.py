@@ -74,7 +74,7 @@ def test_a_chat_template_that_leads_out_of_the_folder_is_refused(checkpoint, out
     (tmp_path / "secret").write_text("key")
     (checkpoint.folder / "additional_chat_templates").mkdir()
     (checkpoint.folder / "additional_chat_templates" / "tool_use.jinja").symlink_to(tmp_path / "secret")
-    with pytest.raises(CheckpointError, match="out of its folder"):
+    with pytest.raises(CheckpointError, match="outside its folder"):
         export(checkpoint.folder, output)
 
 

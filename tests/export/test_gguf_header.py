@@ -41,9 +41,9 @@ def header(
 ALIGNMENT = entry("general.alignment", 4, struct.pack("<I", 48))
 CASES: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "is truncated or corrupt: its header goes on beyond 0"),
-    "another format": (header(magic=b"PK\3\4"), r"is no GGUF file (it begins with b'PK\x03\x04')"),
+    "another format": (header(magic=b"PK\3\4"), r"is not a GGUF file (it begins with b'PK\x03\x04')"),
     "version 1": (header(version=1), "version 1; expected GGUF version 2 or 3"),
-    "big-endian": (header(version=3 << 24), "big-endian machines"),
+    "big-endian": (header(version=3 << 24), "big-endian"),
     "tensors without end": (header(tensors=HUGE), f"it counts {HUGE} tensors, at most {MOST_ENTRIES}"),
     "metadata without end": (header(entries=HUGE), f"it counts {HUGE} metadata, at most {MOST_ENTRIES}"),
     "a text without end": (header(struct.pack("<Q", HUGE), entries=1), "its header goes on beyond"),
@@ -142,7 +142,7 @@ def test_a_truncated_file_is_named(folder, tmp_path, share):
         ({"attention.value_length": 8}, ["llama.attention.value_length is 8"]),
         ({"expert_used_count": 8}, ["llama.expert_used_count is 8", "expected 0"]),
         ({"expert_used_count": [0, 8]}, ["llama.expert_used_count is array([0, 8]", "expected 0"]),
-        ({"general.type": "adapter"}, ["is an adapter and no whole model"]),
+        ({"general.type": "adapter"}, ["is an adapter, not a whole model"]),
         ({"split.count": [1, 2]}, ["is said to be one of array([1, 2]", "expected a name such as"]),
         ({"attention.brand_new": 1.5}, ["llama.attention.brand_new=1.5 is not known to llmc"]),
         ({"rope.freq_base": 10_000.0}, ["rope_freqs.weight are no factors of Llama 3's rule"]),

@@ -140,8 +140,8 @@ PIECES: dict[str, Any] = {
             "a text has a token bos around it, but bos_token_id is missing",
         ),
         ({"add_bos_token": 1}, "add_bos_token=1 is unsupported; expected true or false"),
-        ({"tokenizer.chat_template": 3}, "a chat template is no text"),
-        ({"tokenizer.chat_templates": ["tool_use"]}, "a chat template is no text"),
+        ({"tokenizer.chat_template": 3}, "a chat template is not a text"),
+        ({"tokenizer.chat_templates": ["tool_use"]}, "a chat template is not a text"),
     ],
 )
 def test_what_no_byte_pair_encoding_has_is_refused(changes, words):
@@ -155,7 +155,7 @@ def test_what_no_byte_pair_encoding_has_is_refused(changes, words):
     ("changes", "words"),
     [
         ({"scores": None}, "tokenizer.ggml.scores is missing"),
-        ({"scores": [0.0] * 5 + [float("nan")]}, "a score is no number"),
+        ({"scores": [0.0] * 5 + [float("nan")]}, "a score is not a number"),
         ({"tokens": [*PIECES["tokens"][:5], "x" * (LONGEST_TOKEN + 1)]}, "its tokens have more than 1024 characters"),
         ({"add_space_prefix": "yes"}, "add_space_prefix='yes' is unsupported"),
     ],

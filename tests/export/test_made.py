@@ -47,5 +47,5 @@ def test_a_graph_that_points_out_of_its_folder_is_refused(export):
         f"../{MADE_FILE}", 0, stored.length, stored.dtype, shape=stored.shape, name=NAME, base_dir=folder
     )
     ir.save(model, folder / DECODER_FILE)
-    with pytest.raises(CheckpointError, match=r"says that .* lies in .* expected a file of this folder"):
+    with pytest.raises(CheckpointError, match=r"says that .* is in .* expected a file of this folder"):
         StreamedDecoder(folder)

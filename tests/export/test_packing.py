@@ -101,7 +101,7 @@ def test_parts_that_do_not_fit_are_refused(case, tmp_path):
 
 
 def test_a_quantized_linear_that_the_config_calls_ignored_is_refused(tmp_path):
-    refuses(tmp_path, "awq", dict, "lists it as one that is not", modules_to_not_convert=[P])
+    refuses(tmp_path, "awq", dict, "lists it as unquantized", modules_to_not_convert=[P])
 
 
 def test_what_stands_beside_a_weight_for_activations_is_left_out(tmp_path):

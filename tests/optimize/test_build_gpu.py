@@ -38,7 +38,7 @@ INT4 = Request(precision="int4", head="int8", layers={"*.mlp.down_proj": "int8"}
 # bias alone gives more than 1.
 LARGEST_KL = {"fp16": 1e-4, "bf16": 5e-4, "fp32": 1e-6, "int8": 0.02, "int4": 0.9}
 COMPUTES = {"bf16": "bfloat16", "fp32": "float32"}
-NO_DRIVER = "no NVIDIA driver is here; install it"
+NO_DRIVER = "no NVIDIA driver was found; install it"
 
 
 def no_driver(*_: object, **__: object) -> None:

@@ -36,7 +36,7 @@ ENGINE_FILES = ("engine.plan", "build-log.json")
 
 
 def no_driver(*_: object, **__: object) -> None:
-    raise GpuError("no NVIDIA driver is here; install it")
+    raise GpuError("no NVIDIA driver was found; install it")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -215,10 +215,10 @@ def test_eight_bits_are_rotated_in_both_phases_where_a_text_decides_for_prompts(
 def test_a_recipe_is_a_file_that_ends(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "long").write_bytes(b" " * (MOST_RECIPE + 1))
-    for path, reason in ((tmp_path / "pipe", "no regular file"), (Path("/dev/zero"), "no regular file")):
+    for path, reason in ((tmp_path / "pipe", "not a regular file"), (Path("/dev/zero"), "not a regular file")):
         with pytest.raises(UsageError, match=f"no readable TOML .*{reason}"):
             read_recipe(path)
-    with pytest.raises(UsageError, match=f"it has {MOST_RECIPE + 1} bytes, at most {MOST_RECIPE}"):
+    with pytest.raises(UsageError, match=f"it has {MOST_RECIPE + 1} bytes, expected at most {MOST_RECIPE}"):
         read_recipe(tmp_path / "long")
 
 

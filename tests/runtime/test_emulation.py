@@ -59,7 +59,7 @@ def bundles(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
 
 
 def no_driver(*_: object, **__: object) -> None:
-    raise GpuError("no NVIDIA driver is here; install it")
+    raise GpuError("no NVIDIA driver was found; install it")
 
 
 @pytest.fixture(params=KINDS)

@@ -1,4 +1,4 @@
-"""GGUF files, as llama.cpp reads them: config, tokenizer and tensors in Hugging Face's words."""
+"""Read GGUF files: config, tokenizer and tensors with Hugging Face's names."""
 
 import json
 import re
@@ -22,10 +22,10 @@ from llmc.export.sources.tokens import cut_tokenizer
 __all__ = ["SUFFIX", "GgufModel", "read_factors", "read_gguf", "read_header"]
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-# Most files of one model, more than any published one has.
+# Most files of one model; no published model has more.
 MOST_FILES = 1024
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-# Defaults of generation whose names in generation_config.json are others.
+# Generation defaults whose names differ in generation_config.json.
 _SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 
@@ -48,7 +48,7 @@ def read_gguf(path: Path) -> GgufModel:
     metadata = headers[0].metadata
     if metadata.get("general.type") == "adapter":
         raise CheckpointError(
-            f"{path} is an adapter and no whole model; export its base model with it: llmc export BASE --adapter {path}"
+            f"{path} is an adapter, not a whole model; export its base model with it: llmc export BASE --adapter {path}"
         )
     places = {entry.name: (header.path, entry) for header in headers for entry in header.tensors}
 
@@ -82,8 +82,8 @@ def _headers(path: Path) -> list[Header]:
     match = _PART.fullmatch(path.name)
     if type(count) is not int or not 1 < count <= MOST_FILES or match is None or int(match["count"]) != count:
         raise CheckpointError(
-            f"{path} is said to be one of {count!r:.80} files; expected a name such as model-00001-of-00003.gguf with "
-            f"this number, at most {MOST_FILES}"
+            f"{path} says that it is one of {count!r:.80} files; expected a name such as model-00001-of-00003.gguf "
+            f"with this number, at most {MOST_FILES}"
         )
     names = [f"{match['stem']}-{part + 1:05d}-of-{count:05d}{SUFFIX}" for part in range(count)]
     if number != 0 or path.name != names[0]:

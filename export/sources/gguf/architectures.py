@@ -1,8 +1,8 @@
-"""llama.cpp's architectures in the words of ``config.json``.
+"""Translate llama.cpp's architectures to ``config.json``.
 
-llama.cpp names a model by its architecture, which covers several of Hugging Face's families: ``llama`` is also
-Mistral, SmolLM and Yi, ``granite`` Granite 4 without recurrent layers, ``olmo2`` OLMo 3. Its tensors tell whether there
-are biases and an untied head. Source: https://github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py and src/models
+llama.cpp's name of an architecture covers several of Hugging Face's families: ``llama`` is also Mistral, SmolLM and Yi,
+``granite`` is Granite 4 without recurrent layers, ``olmo2`` is OLMo 3. The tensors show whether there are biases and an
+untied head. Source: https://github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py and src/models
 """
 
 from collections.abc import Callable, Mapping
@@ -19,14 +19,14 @@ from llmc.export.sources.gguf.config import (
     turned_values,
 )
 
-# A factor by which frequencies are divided until nothing turns.
+# A frequency divided by a factor this large never rotates.
 ENDLESS = 1e30
 GELU = "gelu_pytorch_tanh"
-# Keys of which each layer has its own value.
+# Keys with one value per layer.
 DIFFERING = {"gemma4": ("feed_forward_length", "attention.head_count_kv")}
-# How scores of experts become weights, by llama.cpp's numbers.
+# How expert scores become weights, by llama.cpp's numbers.
 SCORES = {1: "softmax", 2: "sigmoid"}
-# Sizes of recurrent layers; of values llama.cpp has that of all heads together.
+# Sizes of recurrent layers; llama.cpp states the size of values for all heads together.
 _SIZES = {
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.state_size": "linear_key_head_dim",
@@ -88,10 +88,10 @@ def _lfm2_moe(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _phi3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of each head is rotated. Factors of long contexts are in tensors."""
+    """Only a part of each head is rotated. Factors for long contexts are in tensors."""
     window, turned = data.get("attention.sliding_window", 0), turned_values(data, config)
     original = data.get("rope.scaling.original_context_length", config.get("max_position_embeddings"))
-    found = {
+    values = {
         "partial_rotary_factor": turned / head_dim(config),
         "sliding_window": window or None,
         "original_max_position_embeddings": original,
@@ -101,12 +101,12 @@ def _phi3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     if kinds:
         factors = {f"{kind}_factor": read_factors(data, f"rope_factors_{kind}.weight", turned // 2) for kind in kinds}
         stated = {} if magnitude is None else {"attention_factor": magnitude}
-        found["rope_scaling"] = {"rope_type": "longrope", **factors, **stated}
-    return found
+        values["rope_scaling"] = {"rope_type": "longrope", **factors, **stated}
+    return values
 
 
 def _gemma_scalar(config: Mapping[str, Any], layers: int) -> int:
-    """Divisor of queries, squared: the head's width, or hidden_size / heads in the size of so many layers, 27B."""
+    """Divisor of queries, squared: the head's width, or hidden_size / heads in the 27B model (by its layers)."""
     return head_dim({**config, "head_dim": None} if config.get("num_hidden_layers") == layers else config)
 
 
@@ -127,13 +127,13 @@ def _gemma3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma4(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Full-attention layers have another head size, of which only a part is rotated: other factors are infinite."""
+    """Full-attention layers have another head size; only a part of it is rotated, the other factors are infinite."""
     windowed, shared = data.each("attention.sliding_window_pattern") or [], _size(data, "attention.shared_kv_layers", 0)
     full, width = [index for index, its in enumerate(windowed) if not its], data.get("attention.key_length_swa")
     heads, inner = data.of_layers("attention.head_count_kv"), data.of_layers("feed_forward_length")
     if inner != inner[:1] * (len(inner) - shared) + inner[-1:] * shared or inner[-1] not in (inner[0], 2 * inner[0]):
         raise data.error(
-            "feed_forward_length", str(inner), f"one width, and it or twice it in the last {shared} layers"
+            "feed_forward_length", str(inner), f"one width, which may be doubled in the last {shared} layers"
         )
     for key, expected in (("attention.value_length_swa", width), ("rope.dimension_count_swa", width)):
         if data.get(key, expected) != expected:
@@ -199,7 +199,7 @@ def _granite(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """Converted Granite 4 keeps sizes of recurrent layers that it does not have."""
     data.skip(*_SIZES, "expert_shared_feed_forward_length")
     if not data.get("rope.scaling.finetuned", True):
-        raise data.error("rope.scaling.finetuned", "False", "True, for layers without positions are not read")
+        raise data.error("rope.scaling.finetuned", "False", "True, since layers without positions are not supported")
     return {**_llama(data, config), **_multipliers(data, config)}
 
 
@@ -213,7 +213,7 @@ def _multipliers(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _granite_hybrid(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A layer without heads of keys is recurrent. Experts are as wide as MLPs are said to be."""
+    """A layer without key heads is recurrent. Experts are as wide as the stated MLP width."""
     conv, state, groups, heads, inner = (_size(data, key) for key in _SIZES)
     hidden, experts = _size(data, "embedding_length"), _size(data, "expert_count", 0)
     if inner % hidden:
@@ -251,7 +251,7 @@ def _gpt_oss(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _olmo2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """With windows it is OLMo 3, which scales the rope of full layers only; both ropes have one base."""
+    """A file with windows is OLMo 3, which only scales the rope of full layers; both ropes have one base."""
     rewritten = _biased(data, config)
     local = data.get("rope.freq_base_swa", rewritten["rope_theta"])
     if local != rewritten["rope_theta"]:
@@ -261,7 +261,7 @@ def _olmo2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _windows(data: Metadata) -> dict[str, Any]:
-    """Windows in the layers that the file names, or in three of four; none where it has none."""
+    """Windows in the layers that the file names, or in three of four; none if it has none."""
     window, sliding = data.get("attention.sliding_window"), data.each("attention.sliding_window_pattern")
     if not window:
         return {}
@@ -280,7 +280,7 @@ def _cohere(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lfm2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A layer without heads of keys is a convolution; the width of MLPs is the one that they have."""
+    """A layer without key heads is a convolution; the stated MLP width is the real one."""
     heads = data.each("attention.head_count_kv") or []
     return {
         **read_rope(data, config),
@@ -291,7 +291,7 @@ def _lfm2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qwen35(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the last layers, which predict further tokens, and the axes of positions, which text does not need."""
+    """Leave out the last layers, which predict further tokens, and the position axes, which text does not need."""
     data.skip("rope.dimension_sections")
     sizes = {name: _size(data, key) for key, name in _SIZES.items()}
     sizes["linear_value_head_dim"] //= sizes["linear_num_value_heads"]
@@ -310,7 +310,7 @@ def _qwen35(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _size(data: Metadata, key: str, least: int = 1) -> int:
-    """A number that sizes are computed with; 0 may be left out where it is allowed."""
+    """A number that sizes are computed with; ``least`` 0 makes it optional."""
     size = data.get(key, None if least else 0)
     if type(size) is not int or not least <= size < 1 << 20:
         raise data.error(key, repr(size), "a number above 0")
@@ -337,21 +337,21 @@ def _gptneox(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mistral3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Queries that grow with the position are Ministral's; without them it is a Mistral."""
+    """A file with queries scaled by position is Ministral; without them it is Mistral."""
     growth = data.get("attention.temperature_scale")
     scale = data.get("rope.scaling.yarn_log_multiplier", 0.0)
-    found = read_rope(data, config)
+    values = read_rope(data, config)
     if not growth:
-        return {**found, "model_type": "mistral", "sliding_window": None}
-    rope = {**found.pop("rope_scaling", {}), "mscale": 1.0, "mscale_all_dim": scale, "llama_4_scaling_beta": growth}
-    return {"model_type": "ministral3", "rope_theta": None, "rope_parameters": rope | found}
+        return {**values, "model_type": "mistral", "sliding_window": None}
+    rope = {**values.pop("rope_scaling", {}), "mscale": 1.0, "mscale_all_dim": scale, "llama_4_scaling_beta": growth}
+    return {"model_type": "ministral3", "rope_theta": None, "rope_parameters": rope | values}
 
 
 def _diffusion(data: Metadata, family: str, shift: bool) -> dict[str, Any]:
-    """Every token sees all others; the file may say that logits stand in another place than the family's do."""
+    """Every token attends to all others; refuse a file whose logits are at other positions than the family's."""
     for key, expected in ((f"{data.architecture}.attention.causal", False), ("diffusion.shift_logits", shift)):
-        if (found := data.values.get(key, expected)) is not expected:
-            raise CheckpointError(f"{data.where}: {key} is {found!r:.80}, which is unsupported; expected {expected}")
+        if (value := data.values.get(key, expected)) is not expected:
+            raise CheckpointError(f"{data.where}: {key} is {value!r:.80}, which is unsupported; expected {expected}")
     data.skip("attention.causal")
     return {"model_type": family, "mask_token_id": data.values.get("tokenizer.ggml.mask_token_id")}
 
@@ -383,7 +383,7 @@ ARCHITECTURES: dict[str, Reader] = {
         "model_type": "qwen3_5_moe_text",
         "shared_expert_intermediate_size": data.get("expert_shared_feed_forward_length"),
     },
-    # Without a key for it, llama.cpp normalizes weights of experts but for OLMoE's.
+    # Without a key, llama.cpp normalizes the expert weights of all models except OLMoE.
     "qwen3moe": lambda data, config: {
         **_biased(data, config),
         **_experts(data),
@@ -396,7 +396,7 @@ ARCHITECTURES: dict[str, Reader] = {
     "gpt-oss": _gpt_oss,
     "granitemoe": lambda data, config: {**_granite(data, config), **_experts(data)},
     "exaone4": lambda data, config: {"sliding_window": None, **read_rope(data, config), **_windows(data)},
-    # The base of the rope is stored as alpha enlarged it.
+    # The file stores the rope's base after scaling by alpha.
     "hunyuan-dense": lambda data, config: {**_biased(data, config), "model_type": "hunyuan_v1_dense"},
     "command-r": _cohere,
     "cohere2": lambda data, config: {
@@ -405,7 +405,7 @@ ARCHITECTURES: dict[str, Reader] = {
         "use_qk_norm": None,
         **_windows(data),
     },
-    # A window is not converted: llama.cpp attends to all positions.
+    # The converter writes no window: llama.cpp attends to all positions.
     "starcoder2": lambda data, config: {
         **read_rope(data, config),
         **_layer_norm(data, "norm_epsilon"),

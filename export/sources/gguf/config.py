@@ -27,14 +27,8 @@ _NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
 
 
 class Metadata:
-    """An architecture's metadata, of which every key must be read or skipped, and the shapes of the file's tensors.
-
-    Args:
-        where: the file, in messages.
-        values: all of the metadata.
-        shapes: of every tensor by its name.
-        read: the values of a tensor of few numbers.
-    """
+    """An architecture's metadata, of which every key must be read or skipped, and the shapes of the file's tensors by
+    name. ``where`` names the file in messages, ``read`` gives the values of a tensor of few numbers."""
 
     def __init__(
         self,

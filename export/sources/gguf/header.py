@@ -1,4 +1,4 @@
-"""The header of a GGUF file: its metadata, and where each tensor's bytes lie. No weight is read.
+"""Read the header of a GGUF file: its metadata, and where each tensor's bytes are. No weight is read.
 
 Format: ``GGUF``, a version, the numbers of tensors and of metadata, the metadata (key, type, value), the tensors (name,
 dimensions with the innermost first, type, offset), and from the next multiple of ``general.alignment`` on the data.
@@ -25,21 +25,21 @@ VERSIONS = (2, 3)
 # Most entries of metadata and of tensors: enough for 1024 layers of 20 tensors each.
 MOST_ENTRIES = 1 << 16
 # Most items of all arrays together, each a Python object: 262,144 tokens with types, scores and twice as many merges
-# have 1.3 million.
+# make 1.3 million.
 MOST_ITEMS = 1 << 22
 # Dimensions of a tensor, GGML_MAX_DIMS.
 MOST_DIMENSIONS = 4
-# Range of a tensor's dimensions; their product is compared with the file's size.
+# Bound of a tensor's dimensions; their product is compared with the file's size.
 MOST_SIZE = 1 << 40
 MOST_ALIGNMENT = 1 << 20
-# Weights and bytes of a block of the types that are read.
+# Weights and bytes per block of the supported types.
 BLOCKS: dict[str, tuple[int, int]] = {
     "F32": (1, 4),
     "F16": (1, 2),
     "BF16": (1, 2),
     **{kind: (layout.weights, layout.size) for kind, layout in LAYOUTS.items()},
 }
-# ggml's names of types by number; errors name the unsupported ones.
+# ggml's type names by number; errors name unsupported ones.
 # fmt: off
 _TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
@@ -48,14 +48,14 @@ _TYPES = {
     29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
 }
 # fmt: on
-# Types of metadata by number: numpy's types of numbers; then boolean, string and array.
+# Metadata types by number: numpy's number types; then boolean, string and array.
 _NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a GGUF file: ``length`` bytes at ``offset`` of it; ``kind`` is one of :data:`BLOCKS`."""
+    """A tensor of a GGUF file: ``length`` bytes at ``offset``; ``kind`` is one of :data:`BLOCKS`."""
 
     name: str
     kind: str
@@ -70,7 +70,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """Metadata and tensors of a GGUF file. Arrays of numbers are numpy's, those of texts are lists."""
+    """Metadata and tensors of a GGUF file. Arrays of numbers are numpy arrays, arrays of texts are lists."""
 
     path: Path
     metadata: dict[str, Any]
@@ -87,7 +87,7 @@ def read_header(path: Path) -> Header:
 
 
 class _Reader:
-    """Reads the parts of a header one after another, never more bytes than the file has left."""
+    """Reads the parts of a header in order, never more bytes than the file has left."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path = path
@@ -113,16 +113,16 @@ class _Reader:
     def _check_kind(self) -> None:
         magic = self._take(4)
         if magic != b"GGUF":
-            raise CheckpointError(f"{self._path} is no GGUF file (it begins with {magic!r}); download it again")
+            raise CheckpointError(f"{self._path} is not a GGUF file (it begins with {magic!r}); download it again")
         version = self._number("<u4")
         if version not in VERSIONS:
-            hint = "its bytes are in the order of big-endian machines" if version > 0xFFFF else f"version {version}"
+            hint = "its byte order is big-endian" if version > 0xFFFF else f"version {version}"
             raise CheckpointError(f"{self._path}: {hint}; expected GGUF version 2 or 3, convert the model again")
 
     def _count(self, what: str, most: int) -> int:
         count: int = self._number("<u8")
         if count > most:
-            raise self._corrupt(f"it counts {count} {what}, at most {most} are expected")
+            raise self._corrupt(f"it counts {count} {what}, expected at most {most}")
         return count
 
     def _take(self, length: int) -> bytes:
@@ -166,9 +166,9 @@ class _Reader:
         [name] = self._texts(1)
         if len(name) > LONGEST_NAME:
             raise self._corrupt(
-                f"{name[:50]!r}... is a {what} of {len(name)} characters, at most {LONGEST_NAME} are expected"
+                f"{name[:50]!r}... is a {what} of {len(name)} characters, expected at most {LONGEST_NAME}"
             )
-        if not name.isprintable():  # it stands in messages
+        if not name.isprintable():  # messages show it
             raise self._corrupt(f"{format_value(name)} is a {what} with characters that are not printable")
         return name
 
@@ -216,14 +216,14 @@ class _Reader:
         return Entry(name, kind, shape, offset, math.prod(shape) // weights * size)
 
     def _place_tensors(self, tensors: list[Entry], alignment: int) -> tuple[Entry, ...]:
-        """The tensors with their offsets in the file, as the header lists them."""
+        """The tensors with their offsets in the file, in the header's order."""
         start = -(-self._position // alignment) * alignment
         expected, names = 0, {entry.name for entry in tensors}
         if len(names) != len(tensors):
             raise self._corrupt("two of its tensors have one name")
         for entry in tensors:
             if entry.offset != expected:
-                raise self._corrupt(f"{entry.name} lies at {entry.offset} of the data, expected {expected}")
+                raise self._corrupt(f"{entry.name} is at {entry.offset} of the data, expected {expected}")
             if start + entry.offset + entry.length > self._size:
                 raise CheckpointError(
                     f"{self._path} is truncated: {entry.name} ends at byte {start + entry.offset + entry.length}, the "

@@ -1,7 +1,7 @@
-"""The pre-tokenizers that GGUF files name: they cut a text into words, inside of which byte-pair encoding merges.
+"""The pre-tokenizers that GGUF files name: they split a text into words before byte-pair encoding.
 
-Each is a list of patterns, every one of which cuts what the ones before it left; they are those of the original
-``tokenizer.json`` files. Names are those that llama.cpp's converter writes as ``tokenizer.ggml.pre``.
+Each is a list of patterns; every pattern splits the pieces that the earlier ones left. The patterns are those of the
+original ``tokenizer.json`` files, the names those that llama.cpp's converter writes as ``tokenizer.ggml.pre``.
 Source: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp
 """
 

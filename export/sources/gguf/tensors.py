@@ -1,8 +1,8 @@
-"""A GGUF file's tensors as the decoder's: other names, other orders of rows, and types that must be unpacked.
+"""Map a GGUF file's tensors to the decoder's: other names, other row orders, and types that must be unpacked.
 
-F32, F16 and BF16 are used in place, and so are blocks of codes with scales (:mod:`llmc.ggml`) of linears, experts and
-tables. Copied are floats whose rows are in another order, vectors and small matrices in blocks as float32, and the
-experts of gpt-oss, whose bytes kernels read as a file has them.
+F32, F16 and BF16 are used in place, like the blocks (:mod:`llmc.ggml`) of linears, experts and tables. Copied are
+floats with another row order, vectors and small matrices in blocks (as float32), and the experts of gpt-oss, in the
+byte order that kernels read.
 """
 
 import re
@@ -25,9 +25,9 @@ from llmc.export.sources.safetensors import StoredTensor
 from llmc.ggml import LAYOUTS, Bytes
 from llmc.strict import open_regular
 
-# Types that need no unpacking, and their numpy types.
+# Types that need no unpacking, with their numpy types.
 STORED = ("F32", "F16", "BF16")
-# Number of weights that are unpacked at a time: 16 MiB as float32.
+# Weights to unpack at a time: 16 MiB as float32.
 PIECE = 1 << 22
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PER_LAYER = "model.embed_tokens_per_layer.weight"
@@ -47,7 +47,7 @@ _MODULES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
-    # Experts by llmc's own names, and what every token goes through beside them.
+    # Experts by llmc's own names, and the MLPs beside them that process every token.
     "ffn_gate_inp": "experts.router",
     "exp_probs_b.bias": "experts.correction",
     **{f"ffn_{part}_exps": f"experts.{part}_proj" for part in ("gate", "up", "down", "gate_up")},
@@ -99,7 +99,7 @@ _GRANITE_HYBRID = {
     "ssm_dt.bias": "mamba.dt_bias",
     "ssm_norm": "mamba.norm",
 }
-# Whole names stand for tensors whose kind is another there, too.
+# Whole names of tensors whose suffix changes, too.
 _OTHER_MODULES = {
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     **dict.fromkeys(("gemma2", "gemma3_text", "olmo2", "olmo3", "exaone4"), _SANDWICH),
@@ -117,19 +117,19 @@ _OTHER_MODULES = {
     "gpt_neox": {"attn_qkv": "self_attn.query_key_value"},
     "gpt2": {"attn_qkv": "self_attn.c_attn"},
 }
-# Matrices and tables that stay in blocks.
+# Matrices and tables that are used in blocks.
 _KEPT = (
     *("_proj.weight", "query_key_value.weight", "c_attn.weight", "in_proj_qkv.weight", "in_proj_z.weight"),
     *("per_layer_input_gate.weight", "per_layer_projection.weight", EMBEDDING, PER_LAYER, HEAD),
 )
-# Families whose heads llama.cpp rotates by neighbouring values, Hugging Face by values half a head apart.
+# Families whose heads llama.cpp rotates in neighbouring pairs, Hugging Face in pairs half a head apart.
 _TURNED = ("llama", "mistral", "mixtral", "ministral3", "granite", "granitemoe", "granitemoehybrid", "smollm3", "llada")
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<own>(?P<module>.+?)(?P<kind>\.weight|\.bias|))")
-# Whose rows, of ``ssm_out`` columns, belong to value heads: to their values, or to each as a whole. llama.cpp has the
-# first of each key head, then the second ones; Hugging Face those of one key head together.
+# Tensors whose rows (``ssm_out``: columns) belong to value heads, one row per value or per head. llama.cpp stores the
+# first value head of each key head, then the second ones; Hugging Face stores those of one key head together.
 _OF_VALUE_HEADS = dict.fromkeys(("attn_qkv", "attn_gate", "ssm_conv1d", "ssm_out"), True)
 _OF_VALUE_HEADS |= dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"), False)
-# Vectors that may be stored in two dimensions.
+# Vectors that may be stored with two dimensions.
 _VECTORS = ("mamba.A_log", "mamba.D", "mamba.norm.weight")
 # Tensors that repeat the config.
 _CONSUMED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -138,16 +138,18 @@ _CONSUMED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_lon
 def decoder_tensors(headers: Sequence[Header], config: Mapping[str, Any]) -> dict[str, Weight]:
     """All tensors by parameter name."""
     tensors: dict[str, Weight] = {}
-    entries = [(it.path, entry) for it in headers for entry in it.tensors if not _is_left_out(entry.name, config)]
+    entries = [
+        (header.path, entry) for header in headers for entry in header.tensors if not _is_left_out(entry.name, config)
+    ]
     for path, entry in entries:
         name = parameter(entry.name, config["model_type"])
         if name in tensors:
             raise CheckpointError(f"{path}: {entry.name} is in another file, too; download the files again")
-        if name.endswith((".conv.weight", ".conv1d.weight")):  # [channels, taps], there [channels, 1, taps]
+        if name.endswith((".conv.weight", ".conv1d.weight")):  # [channels, taps]; Hugging Face: [channels, 1, taps]
             entry = replace(entry, shape=(entry.shape[0], 1, *entry.shape[1:]))
-        elif name.endswith(".weight_proj.weight"):  # a vector, there a row
+        elif name.endswith(".weight_proj.weight"):  # a vector; Hugging Face: a row
             entry = replace(entry, shape=(1, entry.shape[-1]))
-        elif name.endswith(_VECTORS):  # as a matrix with one row or column, or a row for each group
+        elif name.endswith(_VECTORS):  # stored as a row, a column, or a row per group
             entry = replace(entry, shape=(prod(entry.shape),))
         if config["model_type"] == "gpt_oss" and "_exps." in entry.name:
             continue
@@ -158,7 +160,7 @@ def decoder_tensors(headers: Sequence[Header], config: Mapping[str, Any]) -> dic
 
 
 def _weave_experts(entries: Mapping[str, tuple[Path, Entry]]) -> dict[str, Weight]:
-    """Experts of gpt-oss in MXFP4 as its checkpoint has them: rows of gate and up in turn, and neighbours in a byte."""
+    """gpt-oss's experts in MXFP4 as in its checkpoint: rows of gate and up alternate, neighbours share a byte."""
     woven: dict[str, Weight] = {}
     for name, (path, entry) in entries.items():
         match = re.fullmatch(r"(.*\.ffn_)(gate|down)(_exps\.(?:weight|bias))", name)
@@ -166,28 +168,30 @@ def _weave_experts(entries: Mapping[str, tuple[Path, Entry]]) -> dict[str, Weigh
             continue
         kinds = ("gate", "up") if match[2] == "gate" else ("down",)
         names = [match[1] + kind + match[3] for kind in kinds]
-        parts = [entries.get(it, (path, replace(entry, kind="missing"))) for it in names]
+        parts = [entries.get(own_name, (path, replace(entry, kind="missing"))) for own_name in names]
         wanted = ("MXFP4", entry.shape) if name.endswith("weight") else ("F32", entry.shape)
-        for own, (_, part) in zip(names, parts, strict=True):
+        for own_name, (_, part) in zip(names, parts, strict=True):
             if (part.kind, part.shape) != wanted:
                 raise CheckpointError(
-                    f"{path}: {own} is {part.kind} {list(part.shape)}, expected {wanted[0]} {list(wanted[1])}; export "
-                    "the checkpoint that the file was converted from"
+                    f"{path}: {own_name} is {part.kind} {list(part.shape)}, expected {wanted[0]} {list(wanted[1])}; "
+                    "export the checkpoint that the file was converted from"
                 )
-        own = parameter(name.replace("gate", "gate_up"), "gpt_oss")
+        stacked_name = parameter(name.replace("gate", "gate_up"), "gpt_oss")
         weave = partial(_weave, parts)
         if name.endswith("bias"):
-            woven[own] = MadeTensor("F32", (entry.shape[0], len(parts) * entry.shape[1]), partial(weave, _bias))
+            woven[stacked_name] = MadeTensor(
+                "F32", (entry.shape[0], len(parts) * entry.shape[1]), partial(weave, _bias)
+            )
             continue
         shape, inputs = (entry.shape[0], len(parts) * entry.shape[1]), entry.shape[2]
         codes = MadeTensor("U8", (*shape, inputs // 2), partial(weave, _fp4_codes))
         scales = MadeTensor("U8", (*shape, inputs // MXFP4_BLOCK), partial(weave, _fp4_scales))
-        woven[own] = Mxfp4Tensor(codes, scales)
+        woven[stacked_name] = Mxfp4Tensor(codes, scales)
     return woven
 
 
 def _weave(parts: Sequence[tuple[Path, Entry]], read: Callable[[Bytes], NDArray[Any]]) -> Iterator[NDArray[Any]]:
-    """Chunks of experts [e, rows, ...] of all parts, whose rows take turns."""
+    """Chunks of experts [e, rows, ...] with the rows of all parts interleaved."""
     streams = [_rows(path, entry, None, lambda raw: raw) for path, entry in parts]
     for raws in zip(*streams, strict=True):
         rows = [read(raw.reshape(len(raw) * entry.shape[1], -1)) for raw, (_, entry) in zip(raws, parts, strict=True)]
@@ -209,7 +213,7 @@ def _bias(raw: Bytes) -> NDArray[np.float32]:
 
 
 def parameter(name: str, family: str) -> str:
-    """Hugging Face's name of a tensor; an unknown name is kept, and refused later as unused."""
+    """Hugging Face's name of a tensor; an unknown name is kept, and later refused as unused."""
     match, modules = _NAME.fullmatch(name), _MODULES | _OTHER_MODULES.get(family, {})
     if match is None or not {match["own"], match["module"]} & modules.keys():
         return name
@@ -250,7 +254,7 @@ def _is_left_out(name: str, config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Order:
-    """Places in the file of a tensor's rows, one after another, or of its columns, ``run`` neighbours together."""
+    """Positions in the file of a tensor's rows, or of its columns in runs of ``run``."""
 
     rows: NDArray[np.int64] | None = None
     columns: NDArray[np.int64] | None = None
@@ -258,7 +262,7 @@ class Order:
 
 
 def _order(entry: Entry, config: Mapping[str, Any]) -> Order | None:
-    """None if they are in Hugging Face's order."""
+    """The order of a tensor's rows or columns; None if it is Hugging Face's."""
     match, family, rows = _NAME.fullmatch(entry.name), config["model_type"], entry.shape[0]
     module = match["module"] if match else ""
     if family in _TURNED and module in ("attn_q", "attn_k"):
@@ -267,7 +271,7 @@ def _order(entry: Entry, config: Mapping[str, Any]) -> Order | None:
         return Order(_exchange(rows, (-1, width // 2, 2, 1))) if pairs else None
     if not family.startswith("qwen3_5") or module not in _OF_VALUE_HEADS:
         return None
-    keys, values = (config[f"linear_num_{it}_heads"] for it in ("key", "value"))
+    keys, values = (config[f"linear_num_{part}_heads"] for part in ("key", "value"))
     width = config["linear_value_head_dim"] if _OF_VALUE_HEADS[module] else 1
     size = entry.shape[-1] if module == "ssm_out" else rows
     before = size - values * width
@@ -280,7 +284,7 @@ def _order(entry: Entry, config: Mapping[str, Any]) -> Order | None:
 
 
 def _exchange(count: int, shape: tuple[int, ...]) -> NDArray[np.int64]:
-    """The numbers of an array of this shape after two of its axes, all but the last, have changed places."""
+    """Indices of an array of this shape after its two axes before the last are swapped."""
     numbers: NDArray[np.int64] = np.arange(count).reshape(shape).swapaxes(-3, -2).ravel()
     return numbers
 
@@ -293,21 +297,21 @@ def _tensor(path: Path, entry: Entry, name: str, order: Order | None) -> Weight:
         if order is None:
             return StoredTensor(path.name, entry.offset, entry.length, entry.kind, entry.shape)
         return MadeTensor(entry.kind, entry.shape, lambda: rows(partial(_plain, entry)))
-    # Blocks of columns that are no neighbours here would not have a scale in common.
+    # Columns are moved in whole blocks: split blocks would not share a scale.
     in_blocks = order is None or order.columns is None or order.run % LAYOUTS[entry.kind].block == 0
     if not name.endswith(_KEPT) or not in_blocks:
         return MadeTensor("F32", entry.shape, lambda: rows(partial(_unpack_rows, path, entry)))
     flat = (prod(entry.shape[:-1]), entry.shape[-1])
     stored = StoredTensor(path.name, entry.offset, entry.length, entry.kind, flat)
     order = order or Order()
-    places = [None if it is None else it.astype(np.int32) for it in (order.rows, order.columns)]
+    places = [None if positions is None else positions.astype(np.int32) for positions in (order.rows, order.columns)]
     return GgmlTensor((stored,), places[0], places[1], entry.shape[0] if len(entry.shape) > 2 else 0)
 
 
 def _rows(
     path: Path, entry: Entry, order: Order | None, read: Callable[[Bytes], NDArray[Any]]
 ) -> Iterator[NDArray[Any]]:
-    """Chunks of a tensor's rows in their order, decoded by ``read``."""
+    """Chunks of a tensor's rows in order, decoded by ``read``."""
     width = int(np.prod(entry.shape[1:], dtype=np.int64))
     step = max(1, PIECE // width)
     with open_regular(path) as file:
@@ -330,13 +334,13 @@ def _plain(entry: Entry, raw: Bytes) -> NDArray[Any]:
 
 
 def _logarithms(path: Path, entry: Entry, raw: Bytes) -> NDArray[np.float32]:
-    """A_log of -exp(A_log)."""
+    """A_log from -exp(A_log)."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return _check_numbers(path, entry, np.log(-_plain(entry, raw).astype(np.float64)).astype(np.float32))
 
 
 def _unpack_rows(path: Path, entry: Entry, raw: Bytes) -> NDArray[Any]:
-    """Bytes of rows in blocks as float32 [rows, ...]."""
+    """Rows of blocks, as bytes -> float32 [rows, ...]."""
     with np.errstate(over="ignore", invalid="ignore"):
         values = LAYOUTS[entry.kind].unpack(raw)
     return _check_numbers(path, entry, values).reshape(raw.shape[0], *entry.shape[1:])
@@ -345,6 +349,6 @@ def _unpack_rows(path: Path, entry: Entry, raw: Bytes) -> NDArray[Any]:
 def _check_numbers(path: Path, entry: Entry, values: NDArray[Any]) -> NDArray[Any]:
     if not np.isfinite(values).all():
         raise CheckpointError(
-            f"{path}: {entry.name} holds weights that are no numbers; the file is broken, download it again"
+            f"{path}: {entry.name} holds NaN or infinite weights; the file is broken, download it again"
         )
     return values

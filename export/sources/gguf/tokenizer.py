@@ -1,9 +1,9 @@
-"""A GGUF file's tokenizer as ``tokenizer.json`` and ``tokenizer_config.json``.
+"""Convert a GGUF file's tokenizer to ``tokenizer.json`` and ``tokenizer_config.json``.
 
-Three kinds are known. ``gpt2`` is byte-pair encoding of the bytes of words that a pre-tokenizer splits. ``llama`` is
-SentencePiece's: any two neighbours that form a token merge, the token with the highest score first, and characters
-without a token become bytes. ``tokenizer.json`` lists a merge for each such pair instead, in the order of the scores.
-``gemma4`` is as ``llama``, but for a list of merges.
+There are three kinds. ``gpt2`` is byte-pair encoding of the bytes of words that a pre-tokenizer splits. ``llama`` is
+SentencePiece: neighbours that form a token merge, highest score first, and characters without a token become bytes;
+``tokenizer.json`` instead lists a merge for each such pair, ordered by score. ``gemma4`` is like ``llama``, with a list
+of merges.
 """
 
 from collections.abc import Mapping
@@ -15,22 +15,22 @@ import numpy as np
 from llmc.errors import CheckpointError
 from llmc.export.sources.gguf.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
-# Types of a token.
+# Token types.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
-# Most characters of a token, and of all tokens together, for which merges are searched. The largest vocabulary in use
-# has 262,144 tokens of six characters.
+# Most characters of a token, and of all tokens together, to search merges in. The largest vocabulary in use has 262,144
+# tokens of six characters.
 LONGEST_TOKEN = 1024
 MOST_CHARACTERS = 1 << 23
-# Most merges. The largest number in use is 580,604: all pairs that form one of Gemma's 262,144 tokens.
+# Most merges. The most in use is 580,604: all pairs that form one of Gemma's 262,144 tokens.
 MOST_MERGES = 1 << 20
 # SentencePiece's sign for a space.
 _SPACE = "▁"
-# Ids that SentencePiece gives to its special tokens where the file says nothing.
+# Ids of SentencePiece's special tokens, if the file does not state them.
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 # Names of special tokens in a file and in tokenizer_config.json.
 _NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-# Texts of control tokens that end an answer, and of others that make turns. Files exist that call them plain or added
-# tokens; as llama.cpp does, the text decides.
+# Texts of control tokens that end an answer, and of others that structure turns. Some files list them as plain or added
+# tokens; as in llama.cpp, the text decides.
 # fmt: off
 _ENDS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]",
@@ -43,15 +43,15 @@ _TURNS = frozenset({
     "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<|start_of_role|>", "<|end_of_role|>",
 })
 # fmt: on
-# Where a file has both, <|end|> ends a message and not the answer, as in OpenAI's harmony.
+# If a file has both, <|end|> ends a message, not the answer, as in OpenAI's harmony.
 _HARMONY = ("<|return|>", "<|call|>")
-# Special tokens after which Phi-3's tokenizer keeps spaces; after its others it drops them.
+# Special tokens after which Phi-3's tokenizer keeps spaces; after the others it drops them.
 _KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Contents of the two files, the ids of the tokens that begin and end a text, and notes about what was left out."""
+    """Contents of the two files, the ids of the tokens that begin and end a text, and notes about parts left out."""
 
     json: dict[str, Any]
     config: dict[str, Any]
@@ -61,7 +61,7 @@ class Tokenizer:
 
 
 def read_tokenizer(where: str, metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that ``metadata`` describe."""
+    """The tokenizer in ``metadata``."""
     return _Reader(where, metadata).tokenizer()
 
 
@@ -144,12 +144,12 @@ class _Reader:
     def _merges(self) -> list[tuple[str, str]]:
         stored, vocab, merges = self._list("merges"), self._vocab, []
         if len(stored) > MOST_MERGES:
-            raise self._make_error(f"it has {len(stored)} merges, at most {MOST_MERGES} are expected")
+            raise self._make_error(f"it has {len(stored)} merges, expected at most {MOST_MERGES}")
         for merge in stored:
             cut = merge.find(" ", 1)
             left, right = merge[:cut], merge[cut + 1 :]
             if cut < 0 or left not in vocab or right not in vocab or left + right not in vocab:
-                raise self._make_error(f"the merge {merge!r:.80} is none of two tokens to a third")
+                raise self._make_error(f"the merge {merge!r:.80} does not join two tokens to a third")
             merges.append((left, right))
         return merges
 
@@ -176,10 +176,10 @@ class _Reader:
         }
 
     def _list_scored_merges(self) -> list[tuple[str, str]]:
-        """Every pair of tokens that makes a third, the third with the highest score first."""
+        """Every pair of tokens that forms a third, by the third's score, highest first."""
         scores = self._numbers("scores", "f").tolist()
         if not np.isfinite(scores).all():
-            raise self._make_error("a score is no number")
+            raise self._make_error("a score is not a number")
         if max(map(len, self._tokens)) > LONGEST_TOKEN or sum(map(len, self._tokens)) > MOST_CHARACTERS:
             raise self._make_error(
                 f"its tokens have more than {LONGEST_TOKEN} characters, or {MOST_CHARACTERS} of them together"
@@ -236,14 +236,14 @@ class _Reader:
         names = self._metadata.get("tokenizer.chat_templates", [])
         named = {name: self._metadata.get(f"tokenizer.chat_template.{name}") for name in names}
         if not all(isinstance(text, str) for text in (*named.values(), plain or "")):
-            raise self._make_error("a chat template is no text")
+            raise self._make_error("a chat template is not a text")
         if not named:
             return plain
         templates = ({"default": plain} if plain else {}) | named
         return [{"name": name, "template": str(text)} for name, text in templates.items()]
 
     def _ends(self) -> tuple[int, ...]:
-        """Ids that end an answer: those that the file names, then those with a known text."""
+        """Ids that end an answer: first those that the file names, then those with a known text."""
         stated = [index for name in ("eos", "eot", "eom") if (index := self._ids[name]) is not None]
         ends = _ENDS - {"<|end|>"} if self._vocab.keys() >= {*_HARMONY} else _ENDS
         return tuple(dict.fromkeys([*stated, *(self._vocab[text] for text in sorted(ends & self._vocab.keys()))]))
@@ -253,7 +253,7 @@ class _Reader:
     def _list(self, name: str) -> list[str]:
         values = self._metadata.get(f"tokenizer.ggml.{name}")
         if not isinstance(values, list):
-            raise self._make_error(f"tokenizer.ggml.{name} is missing, or no list of texts")
+            raise self._make_error(f"tokenizer.ggml.{name} is missing, or not a list of texts")
         return values
 
     def _numbers(self, name: str, kinds: str) -> Any:
@@ -267,7 +267,7 @@ class _Reader:
         if value is not None and (type(value) is not int or value < 0):
             raise self._error(f"{name}_token_id", value, f"an id below {len(self._tokens)}")
         if value is not None and value >= len(self._tokens):  # llama.cpp ignores it too
-            self._notes.append(f"{name}_token_id={value} was left out, for the file has {len(self._tokens)} tokens")
+            self._notes.append(f"{name}_token_id={value} was left out, since the file has {len(self._tokens)} tokens")
             return None
         return value
 
@@ -283,7 +283,7 @@ class _Reader:
         )
 
     def _make_error(self, why: str) -> CheckpointError:
-        return CheckpointError(f"{self._where}: its tokenizer is broken ({why}); get the file from somebody else")
+        return CheckpointError(f"{self._where}: its tokenizer is broken ({why}); get the file from another source")
 
 
 def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> dict[str, Any]:

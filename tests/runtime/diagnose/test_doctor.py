@@ -43,8 +43,8 @@ def test_a_library_that_crashes_or_lacks_a_part_of_itself_is_told(modules: Calla
     )
     assert attempt("tensorrt builder") == Attempt(False, "ended by SIGSEGV")
     broken = attempt("tensorrt-rtx builder")
-    assert not broken.works and "is installed and cannot be loaded" in broken.said
-    assert "libnvonnxparser.so.11" in broken.said and "banner" not in broken.said
+    assert not broken.works and "is installed and cannot be loaded" in broken.message
+    assert "libnvonnxparser.so.11" in broken.message and "banner" not in broken.message
 
 
 def test_attempts_import_nothing_from_the_folder_that_the_command_runs_in(
@@ -52,7 +52,7 @@ def test_attempts_import_nothing_from_the_folder_that_the_command_runs_in(
 ):
     (tmp_path / "tensorrt.py").write_text("raise ImportError('a file of the user')")
     monkeypatch.chdir(tmp_path)
-    assert "a file of the user" not in attempt("tensorrt builder").said
+    assert "a file of the user" not in attempt("tensorrt builder").message
 
 
 def test_a_builder_of_tensorrt_rtx_needs_no_gpu():
@@ -119,6 +119,6 @@ def test_a_bundle_is_loaded_and_what_refuses_it_is_told(tiny_bundle: Path, tmp_p
     weights = next(copy.glob("*.bin"))
     weights.unlink()
     refused = judge_bundle(copy)
-    assert not refused.works and f"{weights.name} is missing" in refused.said
+    assert not refused.works and f"{weights.name} is missing" in refused.message
     (tmp_path / bundle.EXPORT_MANIFEST).write_text("{}")
-    assert judge_bundle(tmp_path).said.endswith(f"build one with: llmc build {tmp_path} -o BUNDLE")
+    assert judge_bundle(tmp_path).message.endswith(f"build one with: llmc build {tmp_path} -o BUNDLE")

@@ -90,7 +90,7 @@ REFUSED = [
     ("[]", "empty class"),
     ("[a", "class without an end"),
     ("[b-a]", "range b-a"),
-    (r"\ud800", "no character"),
+    (r"\ud800", "not a character"),
     (r"\y", r"escape \\y, which ECMA-262 does not know"),
     ("(?x)a # b", "flags 'x'"),
 ]

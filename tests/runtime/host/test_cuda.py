@@ -200,7 +200,7 @@ def test_a_lost_context_is_remembered_and_nothing_else_is_tried(driver: Driver, 
         (
             "cuInit",
             RuntimeError("Failed to dlopen libcuda.so.1"),
-            r"no NVIDIA driver is here .*libcuda.*install.*--emulate",
+            r"no NVIDIA driver was found .*libcuda.*install.*--emulate",
         ),
         ("cuInit", CUresult.CUDA_ERROR_NO_DEVICE, "starting CUDA failed .*100.*: no GPU is visible; check nvidia-smi"),
         ("cuInit", 34, "libcuda is the stub of the toolkit"),
@@ -224,7 +224,7 @@ def test_where_there_is_no_driver_opening_says_so():
     pytest.importorskip("cuda.bindings.driver")
     if any(os.path.exists(path) for path in ("/dev/nvidia0", "/dev/nvhost-gpu", "/dev/nvgpu")):
         pytest.skip("there is a GPU here")
-    with pytest.raises(LlmcError, match=r"no NVIDIA driver is here|starting CUDA failed"):
+    with pytest.raises(LlmcError, match=r"no NVIDIA driver was found|starting CUDA failed"):
         open_driver()
 
 

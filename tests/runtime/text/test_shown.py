@@ -82,7 +82,7 @@ def test_calls_are_written_in_the_format_that_is_named():
     text = shown(PLAIN, USER, CALLED, RESULT, tools=TOOLS, write=writer("hermes"))
     assert 'assistant: so\n<tool_call>\n{"name": "now", "arguments": {"x": 1}}\n</tool_call>\ntool: noon' in text
     cut = {**CALLED, "tool_calls": [{**CALL, "function": {"name": "now", "arguments": '{"x'}}]}
-    with pytest.raises(UsageError, match="holds a call whose arguments are no JSON object"):
+    with pytest.raises(UsageError, match="holds a call whose arguments are not a JSON object"):
         shown(PLAIN, USER, cut, write=writer("hermes"))
 
 

@@ -272,7 +272,7 @@ def test_references_in_a_tools_schema_hold_beside_a_form(vocabulary: Vocabulary)
         ("llama3", {"grammar": 'root ::= "{" root? "}"'}, "grammar is given beside tools"),
         ("pythonic", {"json_schema": {"type": "array"}}, "json_schema is given beside tools"),
         ("hermes", {"grammar": 'start: "a" B\n%ignore / /\nB: "b"'}, "grammar has directives"),
-        ("hermes", {"grammar": 'start: "a" call\ncall: "b"'}, "a name of the grammar of calls"),
+        ("hermes", {"grammar": 'start: "a" call\ncall: "b"'}, "a name that the grammar of calls"),
         ("hermes", {"detokenize": False}, "detokenize is False, but calls are read from text"),
     ],
 )
@@ -367,7 +367,7 @@ def _all_plans(plan: ChatPlan) -> list[tuple[ChatPlan, list[str]]]:
             "in x the parameter a, a text under rules",
         ),
         ("qwen3_coder", {"properties": {"a": {"enum": ["1", 2]}}}, "in x the parameter a, a text under rules"),
-        ("qwen3_coder", {"properties": {"a": {"anyOf": [{"type": "string"}, {"minimum": 1}]}}}, "a text under rules"),
+        ("qwen3_coder", {"properties": {"a": {"anyOf": [{"type": "string"}, {"minimum": 1}]}}}, "a text with rules"),
         (
             "seed_oss",
             {"properties": {"a>b": {"type": "integer"}}},

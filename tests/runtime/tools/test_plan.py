@@ -110,12 +110,12 @@ NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        ({"template": "no calls"}, "teaches no format of calls that is known; name one with tool_format"),
+        ({"template": "no calls"}, "teaches no known format of calls; name one with tool_format"),
         ({"tool_format": "xml"}, "tool_format is 'xml', expected one of hermes"),
         ({"tool_choice": "later"}, "tool_choice is 'later', expected one of auto, none, required, now"),
         ({"tool_choice": 1}, "tool_choice is 1, expected auto, none, required or a tool's name"),
         ({"tool_choice": "required", "tools": []}, "tool_choice is 'required', but the request has no tools"),
-        ({"template": "a", "tools": [], "reasoning_budget": 1}, "knows no reasoning"),
+        ({"template": "a", "tools": [], "reasoning_budget": 1}, "has no reasoning"),
         ({"tools": "now"}, "tools is 'now', expected a list of functions"),
         ({"tools": [NOW] * (MOST_TOOLS + 1)}, f"tools holds {MOST_TOOLS + 1} functions, expected at most {MOST_TOOLS}"),
         ({"tools": [NOW, NOW]}, "tools holds 'now' twice"),
