@@ -114,8 +114,7 @@ class Layout:
 
 
 def _run(first: int, count: int, run: int, shifts: Sequence[int], width: int, up: int = 0) -> Bits:
-    """Fields of ``width`` bits from ``count`` bytes: for each run of bytes, all fields at the first shift, then the
-    next."""
+    """Fields of ``width`` bits from ``count`` bytes: per run of bytes, all fields at the first shift, then the next."""
     at, shift = np.broadcast_arrays(
         (first + np.arange(count)).reshape(-1, 1, run), np.array(shifts, np.uint8).reshape(1, -1, 1)
     )

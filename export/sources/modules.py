@@ -48,8 +48,7 @@ class Ending:
 
 
 def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
-    """Read the modules after the encoder's layers; None for a model that generates. ``config``: contents of
-    ``config.json``."""
+    """Read the modules after the encoder's layers; None for a generating model. ``config``: from config.json."""
     architectures = config.get("architectures")
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     classifies = architecture.endswith("ForSequenceClassification")

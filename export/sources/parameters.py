@@ -62,7 +62,9 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
         if isinstance(tensors[name], Mxfp4Tensor):
             continue
         shape = tensors[name].shape
-        parameters[name] = _make_view(folder, tensors[name], _turn_each, (*shape[:1], *shape[:0:-1]))
+        parameters[name] = _make_view(
+            folder, tensors[name], lambda stack: stack.swapaxes(1, 2), (*shape[:1], *shape[:0:-1])
+        )
     for name in list_offset_norms(config) & tensors.keys():
         parameters[name] = _make_view(folder, tensors[name], _plus_one, tensors[name].shape, "F32")
     for item in recurrents(config):
@@ -72,7 +74,8 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
     for name in _list_norms_of_ones(config, shapes):
         parameters[name] = MadeTensor("F32", shapes[name], partial(_filled, 1.0, shapes[name]))
     plain = {name for name, tensor in tensors.items() if not isinstance(tensor, QuantizedTensor)}
-    for name in _list_transposed(config) & plain:
+    transposed = {f"{linear.name}.weight" for linear in linears(config)[:-1]} if config.transposed else set()
+    for name in transposed & plain:
         parameters[name] = _make_view(folder, tensors[name], np.transpose, tensors[name].shape[::-1])
     return parameters
 
@@ -167,10 +170,6 @@ def list_offset_norms(config: DecoderConfig) -> set[str]:
     return {f"{name}.weight" for name in listed} if config.norm.offset else set()
 
 
-def _list_transposed(config: DecoderConfig) -> set[str]:
-    return {f"{linear.name}.weight" for linear in linears(config)[:-1]} if config.transposed else set()
-
-
 def _list_transposed_stacks(config: DecoderConfig) -> set[str]:
     """Names of all experts' weights that the checkpoint stores as [experts, inputs, outputs]."""
     turned = {index for index, layer in enumerate(config.layers) if layer.experts and layer.experts.transposed}
@@ -206,8 +205,7 @@ def rename_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, T])
 
 
 def _stack_experts(folder: Path, config: DecoderConfig, tensors: Tensors) -> Tensors:
-    """Stack the weights of a layer's experts into one tensor, if the checkpoint stores experts, or gate and up,
-    separately."""
+    """Stack the weights of a layer's experts into one tensor, if experts, or gate and up, are stored separately."""
     stacked = Tensors(tensors)
     for item in mixtures(config):
         experts = config.layers[item.layer].experts
@@ -352,11 +350,6 @@ def _of_heads(config: DecoderConfig, part: int, whole: Array) -> Array:
 
 def _columns(start: int, stop: int, whole: Array) -> Array:
     turned: Array = whole.T[start:stop]
-    return turned
-
-
-def _turn_each(stack: Array) -> Array:
-    turned: Array = stack.swapaxes(1, 2)
     return turned
 
 

@@ -197,8 +197,7 @@ class Driver:
             self._call_bound("freeing a CUDA graph", "cuGraphDestroy", graph)
 
     def drop_capture(self, stream: int) -> None:
-        """End a failed recording, if the stream still records: it would otherwise record later work without doing
-        it."""
+        """End a failed recording, if the stream still records: otherwise later work would be recorded, not done."""
         with suppress(GpuError):  # the stream does not record, or the same error is raised again
             graph = self._call_bound("dropping a CUDA graph", "cuStreamEndCapture", stream)
             self._call_bound("dropping a CUDA graph", "cuGraphDestroy", graph)

@@ -25,8 +25,7 @@ class Range:
     choices: tuple[str | bool, ...] = ()
 
     def check(self, name: str, value: object, path: Path | None = None) -> None:
-        """Raise UsageError if ``value`` is out of range, for the parameter ``name`` (a key of the file ``path``, if
-        given)."""
+        """Raise UsageError if ``value`` is out of range, for the parameter ``name`` (a key of the file ``path``)."""
         if not self.holds(value):
             raise UsageError(name, f"is {format_value(value)}, expected {self.expected}", path=path)
 

@@ -208,8 +208,7 @@ def _twin_of(
 def _beyond_gaps(
     model: tokenizers.models.Model, new: Iterable[tokenizers.AddedToken], token_id: int
 ) -> Iterator[tokenizers.AddedToken]:
-    """``new`` tokens, numbered from ``token_id``; an id that the vocabulary already uses (it has gaps) is filled with a
-    token that no text spells."""
+    """``new`` tokens, numbered from ``token_id``; ids that the vocabulary uses are filled with unspellable tokens."""
     for token in new:
         while model.id_to_token(token_id) is not None:
             yield tokenizers.AddedToken(secrets.token_hex(16), normalized=False)

@@ -114,9 +114,8 @@ class _Rules:
         if "const" in rules or "enum" in rules:
             return self._choice(rules, where)
         _refuse_but(rules, _KNOWN, where)
-        kinds = rules.get(
-            "type", [kind for kind in _REFUSED if kind != "integer" and rules.keys() & _restricting(kind)]
-        )
+        restricted = (k for k in _REFUSED if k != "integer" and rules.keys() & (_REFUSED[k] | _KEPT.get(k, set())))
+        kinds = rules.get("type", [*restricted])
         bodies = [self._of_type(kind, rules, where, depth) for kind in ([kinds] if isinstance(kinds, str) else kinds)]
         return self._rule(" | ".join(bodies))
 
@@ -201,11 +200,6 @@ class _Rules:
             first = f"{item} {rest}{skipped}"
             more = f'"," {item} {rest}' + ("" if name in required else f" | {rest}")
         return f'"{{" {self._rule(first)}'
-
-
-def _restricting(kind: str) -> set[str]:
-    """Keywords that restrict values of one type only."""
-    return _REFUSED[kind] | _KEPT.get(kind, set())
 
 
 def _refuse_but(schema: Mapping[str, Any], known: Collection[str], where: str) -> None:

@@ -115,7 +115,9 @@ class ThinkingGuide:
         """``logits`` unchanged, or a copy with -inf for forbidden tokens.
         Raises GrammarError: the guide of the answer allows no token."""
         if self._forced:
-            return _only(self._forced[:1], logits)
+            masked = np.full_like(logits, -np.inf)
+            masked[self._forced[0]] = 0
+            return masked
         if self._answer is None:
             return logits
         if self._place == _THINKING:
@@ -181,9 +183,3 @@ class ThinkingGuide:
         if self._answer is not None:
             for token in self._tokenizer.encode(rest.decode(errors="replace").lstrip(), False):
                 self._answer.accept(token)
-
-
-def _only(tokens: list[int], logits: Logits) -> Logits:
-    masked = np.full_like(logits, -np.inf)
-    masked[tokens] = 0
-    return masked

@@ -155,8 +155,7 @@ def _read_member(source: Source, tools: Collection[str]) -> Reading[Call | None]
 
 
 def _object_text(text: str) -> str | None:
-    """An object, or a string that contains one, as JSON text: unchanged if that is strict JSON. None for any other
-    value."""
+    """An object, or a string that contains one, as JSON text, unchanged if strict; None for any other value."""
     try:
         value = _parse(text, strict=False)
         if isinstance(value, str):

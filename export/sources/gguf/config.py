@@ -138,8 +138,7 @@ def head_dim(config: Mapping[str, Any]) -> int:
 
 
 def read_rope(data: Metadata, config: Mapping[str, Any], *, partial: bool = False) -> dict[str, Any]:
-    """The rope: Llama 3's if the file has its factors, else by the metadata. It rotates whole heads, unless ``partial``
-    is True and the file states a part."""
+    """The rope: Llama 3's if the file has its factors, else by metadata; of whole heads unless ``partial``."""
     base = {"rope_theta": config.get("rope_theta", 10_000.0)}
     if partial:
         base["partial_rotary_factor"] = turned_values(data, config) / head_dim(config)
