@@ -23,20 +23,14 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 
 @dataclass(frozen=True)
 class AdapterManifest:
-    """``adapter.json``: what the factors beside it change.
-
-    Attributes:
-        base: fingerprint of the checkpoint that they were checked against.
-        rank: columns of every pair of factors.
-        modules: names of linears. For each, in this order, the file holds a [rank, inputs] and b [rank, outputs].
-        sha256: of the file.
-    """
+    """``adapter.json``: what the factors beside it change."""
 
     schema_version: Version
-    base: str
-    rank: Annotated[int, range(1, MOST_RANK + 1)]
+    base: str  # fingerprint of the checkpoint that the factors were checked against
+    rank: Annotated[int, range(1, MOST_RANK + 1)]  # columns of every pair of factors
+    # Names of linears. For each, in this order, the file holds a [rank, inputs] and b [rank, outputs].
     modules: Annotated[tuple[str, ...], range(1, 1 << 16)]
-    sha256: str
+    sha256: str  # of the file
 
 
 def check_name(name: object) -> str:

@@ -1,25 +1,27 @@
 """The decoder: one torch module for every family, named like Hugging Face's so that checkpoint tensors fit by name."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from llmc.export import ops
 from llmc.export.blocks.attention import Attention
 from llmc.export.blocks.experts import Experts
 from llmc.export.blocks.latent import LatentAttention
-from llmc.export.blocks.linear import Embedding, Linear, PositionEmbedding, TiedHead, as_float, cut
+from llmc.export.blocks.linear import Embedding, Linear, PositionEmbedding, TiedHead, as_float
 from llmc.export.blocks.mlp import ACTIVATIONS, MLP
 from llmc.export.blocks.norm import Norm
+from llmc.export.blocks.part import Call, Tensors
 from llmc.export.blocks.recurrent import Recurrent
 from llmc.export.blocks.rope import SwitchingRope, make_rope
 from llmc.export.blocks.scale import Scale, Softcap
-from llmc.export.config import EMBEDDING_NORM, DecoderConfig, HeadConfig
-
-Tensors = tuple[Tensor, ...]
+from llmc.export.config import DecoderConfig
+from llmc.export.heads.blocks import BestClusters, HeadInput, TokenRows, add_ends
+from llmc.export.heads.shapes import EMBEDDING_NORM
+from llmc.export.vision.rows import DeepRows, EmbeddingRows, RowsAhead
 
 
 class TakePositions(nn.Module):
@@ -34,38 +36,6 @@ class Sum(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
-
-
-class EmbeddingRows(nn.Module):
-    """x (B, S, N), rows (R, N or more), indices (B, S) -> x with the first part of a row wherever its index is not -1.
-    That is the last row to a Gather, so at least one must be there."""
-
-    def forward(self, x: Tensor, rows: Tensor, indices: Tensor) -> Tensor:
-        own = rows if rows.shape[1] == x.shape[2] else rows[:, : x.shape[2]]
-        return torch.where((indices >= 0).unsqueeze(-1), functional.embedding(indices, own), x)
-
-
-class DeepRows(nn.Module):
-    """x (B, S, N), rows (R, M), indices (B, S) -> x with a part of a row added wherever its index is not -1."""
-
-    def __init__(self, start: int, end: int) -> None:
-        super().__init__()
-        self.part = slice(start, end)
-
-    def forward(self, x: Tensor, rows: Tensor, indices: Tensor) -> Tensor:
-        return torch.where((indices >= 0).unsqueeze(-1), x + functional.embedding(indices, rows[:, self.part]), x)
-
-
-class RowsAhead(nn.Module):
-    """indices (B, S) of rows, -1 for none -> of how many tokens after it, up to the end of an image, each sees."""
-
-    def forward(self, indices: Tensor) -> Tensor:
-        is_row = indices >= 0
-        # The same number for the rows of an image and the token of text before it.
-        numbers = (~is_row).long().cumsum(1)
-        counted = (indices == indices).long().cumsum(1)  # 1 ... S
-        ends = (numbers.unsqueeze(1) <= numbers.unsqueeze(2)).long().sum(2)
-        return torch.where(is_row, ends - counted, 0)
 
 
 class TokensAhead(nn.Module):
@@ -84,55 +54,6 @@ class Positions(nn.Module):
         return past_lengths.unsqueeze(1) + indices
 
 
-class HeadInput(nn.Module):
-    """embeddings (B, S, N), rows (R, W), indices (B, S) -> what the stream of a draft head begins with, and what its
-    attention reads beside it. A row is another model's hidden states or the head's own; the other part is zeros."""
-
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__()
-        self.config = config
-
-    def forward(self, embedded: Tensor, rows: tuple[Tensor, Tensor], stack: Any) -> tuple[Tensor, Tensor | None]:
-        given, own = cut(functional.embedding(*rows), len(self.config.borders) * self.config.width)
-        if self.config.input_norm:
-            given = stack.input_norm(given)
-        if self.config.beside:
-            return stack.fc(given) + own, embedded
-        hidden = stack.target_norm(given) + own
-        if self.config.lent:
-            return stack.fc(torch.cat((embedded, hidden), -1)), None
-        both = stack.pre_fc_norm_embedding(embedded), stack.pre_fc_norm_hidden(hidden)
-        return stack.fc(torch.cat(both, -1)), None
-
-
-class TokenRows(nn.Module):
-    """logits (B, O, D) of some tokens -> of all (B, O, V)."""
-
-    index: Tensor  # (V)
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        super().__init__()
-        self.register_buffer("index", torch.tensor(tokens), persistent=False)
-
-    def forward(self, logits: Tensor) -> Tensor:
-        return functional.pad(logits, (0, 1), value=-torch.inf).index_select(2, self.index)
-
-
-class BestClusters(nn.Module):
-    """logits (B, O, V), scores of clusters (B, O, C) -> the logits of the best clusters' tokens."""
-
-    cluster: Tensor  # (V)
-
-    def __init__(self, clusters: Sequence[int], best: int) -> None:
-        super().__init__()
-        self.best = best
-        self.register_buffer("cluster", torch.tensor(clusters), persistent=False)
-
-    def forward(self, logits: Tensor, scores: Tensor) -> Tensor:
-        chosen = scores >= scores.topk(self.best).values[..., -1:]
-        return torch.where(chosen.index_select(2, self.cluster), logits, -torch.inf)
-
-
 class DecoderLayer(nn.Module):
     """Residual block: mixers and, if the layer has them, MLP or experts, with norms where :class:`Placement` says."""
 
@@ -142,27 +63,20 @@ class DecoderLayer(nn.Module):
         self.index, self.placement = index, layer.placement
         self.self_attn = self.recurrent = self.mlp = self.experts = None
         if layer.attention is not None:
-            rope = None if layer.attention.rope is None else config.ropes[layer.attention.rope]
             kind = LatentAttention if layer.attention.latent else Attention
-            more = (config.attention_inputs,) if config.attention_inputs != hidden_size else ()
-            self.self_attn = kind(layer.attention, rope, hidden_size, config.norm, *more)
+            self.self_attn = kind(layer.attention, config.site(index, "self_attn"), config.norm)
         if layer.recurrent is not None:
-            self.recurrent = Recurrent(layer.recurrent, hidden_size, config.norm)
+            self.recurrent = Recurrent(layer.recurrent, config.site(index, "recurrent"), config.norm)
         self.residual_scale, self.mixers, self.feeders = Scale(config.residual_scale), Sum(), Sum()
         self.attention_scale, self.recurrent_scale = Scale(layer.attention_scale), Scale(layer.recurrent_scale)
         if layer.mlp is not None:
-            self.mlp = MLP(layer.mlp, hidden_size)
+            self.mlp = MLP(layer.mlp, config.site(index, "mlp"), config.norm)
         if layer.experts is not None:
-            self.experts = Experts(layer.experts, hidden_size, config.norm)
-        place = self.placement
-        of_mixers = (place.before_attention, place.after_attention) if layer.attention or layer.recurrent else ()
-        of_mlp = (place.before_mlp, place.after_mlp) if layer.mlp or layer.experts else ()
-        of_parts = (place.before_experts, place.after_experts, place.after_dense)
-        of_inputs = ("post_per_layer_input_norm",) if config.per_layer else ()
-        beside = (EMBEDDING_NORM,) if config.head and config.head.beside else ()
+            self.experts = Experts(layer.experts, config.site(index, "experts"), config.norm)
         self.normed = config.head is not None and config.head.normed
-        for name in filter(None, dict.fromkeys((*of_mixers, *of_mlp, *of_parts, *of_inputs, *beside))):
-            self.add_module(name, Norm(hidden_size, config.norm))
+        for name, size, _ in config.list_norms_of(index):
+            if name and "." not in name:  # others are norms of parts
+                self.add_module(name, Norm(size, config.norm))
         self.per_layer_input_gate = None
         if config.per_layer:
             assert layer.mlp is not None
@@ -172,20 +86,10 @@ class DecoderLayer(nn.Module):
         self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False) if config.layer_scalars else None
 
     def forward(
-        self,
-        x: Tensor,
-        past: Tensors | None,
-        lengths: Tensor,
-        ropes: Sequence[Tensor],
-        new_lengths: Tensor | None = None,
-        per_layer: Tensor | None = None,
-        shown: ops.Shown = ops.PLAIN,
-        beside: Tensor | None = None,
+        self, x: Tensor, past: Tensors | None, call: Call, per_layer: Tensor | None = None, beside: Tensor | None = None
     ) -> tuple[Tensor, Tensors]:
-        """Values (B, S, N), the tensors of this layer's caches, lengths (B), the frequencies of every rope, where a
-        cache is a state new lengths (B), where layers have one an input (B, S, P), what images change, and what
-        attention reads beside the values (B, S, N) -> values, caches. See
-        :class:`llmc.export.blocks.attention.Attention` for a layer without caches."""
+        """Values (B, S, N), the tensors of this layer's caches (None in an encoder), its own input (B, S, P) if layers
+        have one, and what attention reads beside the values (B, S, N) -> values, caches."""
         place = self.placement
         y, read, presents = x, x, Tensors()
         if self.self_attn is not None or self.recurrent is not None:
@@ -193,7 +97,7 @@ class DecoderLayer(nn.Module):
             if beside is not None:
                 x = read if self.normed else x
                 read = torch.cat((self._normalize(EMBEDDING_NORM, beside), read), -1)
-            mixed, presents = self._mix(read, past, lengths, ropes, new_lengths, shown)
+            mixed, presents = self._mix(read, past, call)
             y = x + self.residual_scale(self._normalize(place.after_attention, mixed))
         if self.mlp is not None or self.experts is not None:
             if not place.parallel or place.before_mlp != place.before_attention:
@@ -204,27 +108,17 @@ class DecoderLayer(nn.Module):
             y = y + self._normalize("post_per_layer_input_norm", self.per_layer_projection(inner))
         return y if self.layer_scalar is None else y * as_float(self.layer_scalar), presents
 
-    def _mix(
-        self,
-        read: Tensor,
-        past: Tensors | None,
-        lengths: Tensor,
-        ropes: Sequence[Tensor],
-        new_lengths: Tensor | None,
-        shown: ops.Shown,
-    ) -> tuple[Tensor, Tensors]:
+    def _mix(self, read: Tensor, past: Tensors | None, call: Call) -> tuple[Tensor, Tensors]:
         """The sum of what the mixers make, and their caches: attention's come first."""
-        if self.self_attn is None:
-            assert self.recurrent is not None and past is not None and new_lengths is not None
-            recurred, states = self.recurrent(read, past, new_lengths)
-            return self.recurrent_scale(recurred), states
-        attended, presents = self.self_attn(read, None if past is None else past[:2], lengths, ropes, shown)
-        attended = self.attention_scale(attended)
-        if self.recurrent is None:
-            return attended, presents
-        assert past is not None and new_lengths is not None
-        recurred, states = self.recurrent(read, past[2:], new_lengths)
-        return self.mixers(attended, self.recurrent_scale(recurred)), (*presents, *states)
+        made, presents = list[Tensor](), Tensors()
+        if self.self_attn is not None:
+            attended, presents = self.self_attn(read, past, call)
+            made.append(self.attention_scale(attended))
+        if self.recurrent is not None:
+            recurred, states = self.recurrent(read, past and past[len(presents) :], call)
+            made.append(self.recurrent_scale(recurred))
+            presents = (*presents, *states)
+        return made[0] if len(made) == 1 else self.mixers(*made), presents
 
     def _feed(self, read: Tensor, stream: Tensor) -> Tensor:
         """The sum of what experts and the MLP make, or one of them."""
@@ -243,6 +137,9 @@ class DecoderLayer(nn.Module):
 class Stack(nn.Module):
     """All but the head; Hugging Face calls it ``model``. Only a namespace: :class:`Decoder` runs it."""
 
+    post_projection: Linear  # this and the next of some draft heads
+    centroids: Linear
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.own_width)
@@ -252,15 +149,7 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(len(config.layers)))
         self.norm = Norm(config.hidden_size, config.norm)
         if config.head is not None:
-            self.fc = Linear(config.head.inputs, config.hidden_size)
-            for name in config.head.norms:
-                self.add_module(name, Norm(config.head.width, config.norm))
-            if config.head.lent:
-                self.post_projection = Linear(config.hidden_size, config.own_width)
-            if config.head.clusters:
-                self.centroids = Linear(config.hidden_size, 1 + max(config.head.clusters))
-            if config.head.input_norm:
-                self.input_norm = Norm(len(config.head.borders) * config.head.width, config.norm)
+            add_ends(self, config.head, config.hidden_size, config.norm)
         if config.per_layer:
             width = len(config.layers) * config.per_layer
             self.embed_tokens_per_layer = Embedding(config.vocab_size, width)
@@ -331,17 +220,19 @@ class Decoder(nn.Module):
         if seen_lengths is not None:
             ahead = self.tokens_ahead(input_ids, past_lengths, seen_lengths)
         shown = ops.Shown(None if positions is None else (positions, self.config.axes), ahead)
-        x, places, inputs = borders[0], past_lengths, self.embed_per_layer(input_ids, borders[0])
+        x, inputs = borders[0], self.embed_per_layer(input_ids, borders[0])
+        call = Call(past_lengths, ropes, new_lengths, shown)
         others = self.config.head.lent if self.config.head else ()
         lent = {cache.name: past for cache, past in zip(others, pasts, strict=False)}
         for index, layer in enumerate(self.model.layers):
             past, own = () if lent else pasts[index], inputs[index] if inputs else None
             if index == self.config.first_shared:
-                x, places = self.shared_rows(x, logit_indices), self.logit_positions(past_lengths, logit_indices)
+                x = self.shared_rows(x, logit_indices)
+                call = replace(call, lengths=self.logit_positions(past_lengths, logit_indices))
             if (attention := self.config.layers[index].attention) and attention.source is not None:
                 past = lent[str(attention.source)] if lent else presents[attention.source]
                 own = own if own is None else self.shared_inputs(own, logit_indices)
-            x, present = layer(x, past, places, ropes, new_lengths, own, shown, beside)
+            x, present = layer(x, past, call, own, beside)
             if rows is not None and index < len(self.deep_rows):
                 x = self.deep_rows[index](x, rows[1], rows[0])
             borders.append(x)

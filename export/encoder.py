@@ -1,13 +1,16 @@
 """The encoder: a decoder's layers run once over whole texts, then pooling to a vector or a score for each text."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from llmc.bundle.model.encoder import DENSE, SCORE
 from llmc.export.blocks.linear import Linear
+from llmc.export.blocks.part import Call
 from llmc.export.blocks.rope import RotaryEmbedding, inverse_frequencies
 from llmc.export.blocks.scale import Scale
-from llmc.export.config import DecoderConfig, linears
+from llmc.export.config import DecoderConfig
 from llmc.export.decoder import Stack, TakePositions
 
 # Least length that vectors are divided by, as in torch's normalize: zero vectors stay zero.
@@ -44,7 +47,9 @@ class Encoder(nn.Module):
         self.rotary_emb = nn.ModuleList(RotaryEmbedding(inverse_frequencies(rope)) for rope in config.ropes)
         self.dense, self.score = (
             nn.ModuleList(
-                Linear(it.inputs, it.outputs, bias=it.bias) for it in linears(config) if it.name.startswith(f"{kind}.")
+                Linear(it.inputs, it.outputs, bias=it.bias)
+                for it in config.geometry.linears
+                if it.name.startswith(f"{kind}.")
             )
             for kind in (DENSE, SCORE)
         )
@@ -52,10 +57,11 @@ class Encoder(nn.Module):
     def forward(self, input_ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor]]:
         """ids (B, S), lengths (B) -> vectors (B, W) or scores (B), and the values (B, S, N) before the first layer and
         after each. They are outputs so that the graph can be cut there."""
-        ropes = [rope.inv_freq for rope in self.rotary_emb]
+        ropes: list[Any] = [rope.inv_freq for rope in self.rotary_emb]
+        call = Call(lengths, ropes)
         borders = [self.embedding_scale(self.model.embed_tokens(input_ids))]
         for layer in self.model.layers:
-            borders.append(layer(borders[-1], None, lengths, ropes)[0])
+            borders.append(layer(borders[-1], None, call)[0])
         if self.end.pooling == "mean":
             pooled = self.mean(self.model.norm(borders[-1]), lengths)
         else:

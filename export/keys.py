@@ -224,16 +224,11 @@ RANGES: dict[str, tuple[float, float]] = {
 
 
 class Keys:
-    """A JSON object of which every key must be accounted for.
-
-    Attributes:
-        where: its name in messages.
-        notes: sentences about what was left out on purpose.
-    """
+    """A JSON object of which every key must be accounted for."""
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
-        self.where = where
-        self.notes: list[str] = []
+        self.where = where  # its name in messages
+        self.notes: list[str] = []  # sentences about what was left out on purpose
         self._values = values
         self._read: set[str] = set()
         self._own_names: dict[str, str] = {}

@@ -524,12 +524,11 @@ def _attend(
     if softcap:
         capped = softcap * torch.tanh(queries @ keys.mT * (scale / softcap))
         attention = capped.masked_fill(~mask, -torch.inf).softmax(-1) @ values
-    elif sinks is not None:
+    else:
+        assert sinks is not None
         products = (queries @ keys.mT * scale).masked_fill(~mask, -torch.inf)
         column = sinks.view(1, -1, 1, 1).expand(*products.shape[:-1], 1)
         attention = torch.cat((products, column), -1).softmax(-1)[..., :-1] @ values
-    else:
-        attention = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
     return attention.transpose(1, 2).flatten(2)
 
 

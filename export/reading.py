@@ -3,19 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from llmc.export.config import (
-    PRE,
-    Activation,
-    AttentionConfig,
-    DecoderConfig,
-    Layer,
-    MlpConfig,
-    NormConfig,
-    Placement,
-    QkNorm,
-    Rope,
-)
+from llmc.bundle.model.experts import Activation
+from llmc.export.config import DecoderConfig, Layer
 from llmc.export.keys import Keys
+from llmc.export.parts.attention import AttentionConfig, QkNorm
+from llmc.export.parts.mlp import MlpConfig
+from llmc.export.parts.norm import PRE, NormConfig, Placement
+from llmc.export.parts.rope import Rope
 from llmc.export.rope_keys import DEFAULT_THETA, TYPES, RopeRules, read_ropes
 
 # By transformers' names; it has several for the approximation by tanh.
@@ -36,6 +30,7 @@ def read_decoder(
     windows: tuple[int, ...] | None = None,
     default_kv_heads: int | None = None,
     default_head_dim: int | None = None,
+    bias: bool = False,
     qkv_bias: bool = False,
     o_bias: bool = False,
     mlp_bias: bool = False,
@@ -60,7 +55,8 @@ def read_decoder(
 ) -> DecoderConfig:
     """Read the keys common to all families; the keywords are what a family differs in.
 
-    ``windows`` and ``rotated`` (whether a layer encodes positions) have an entry per layer, ``scale`` and ``softcap``
+    ``windows`` and ``rotated`` (whether a layer encodes positions) have an entry per layer, ``bias`` is that of all
+    projections of attention, ``scale`` and ``softcap``
     are those of :class:`AttentionConfig`, and :class:`RopeRules` explains the ropes. By default ``norm`` is RMS with
     the config's ``rms_norm_eps`` and ``inner`` is its ``intermediate_size``. ``activations`` maps the values of
     ``activation_key``.
@@ -72,11 +68,19 @@ def read_decoder(
     activation = activations[keys.choice(activation_key, tuple(activations), default_activation)]
     kv_heads, head_dim = _kv_heads(keys, heads, default_kv_heads), _head_dim(keys, hidden_size, heads, default_head_dim)
     attention = AttentionConfig(
-        heads, kv_heads, head_dim, scale=scale, softcap=softcap, qk_norm=qk_norm, qkv_bias=qkv_bias, o_bias=o_bias
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=scale,
+        softcap=softcap,
+        qk_norm=qk_norm,
+        qkv_bias=bias or qkv_bias,
+        o_bias=bias or o_bias,
     )
     rules = RopeRules(default_theta, partial, interleaved, rope_types, local_theta, rope_own)
     ropes = read_ropes(keys, rules, head_dim, max_positions)
-    mlp = MlpConfig(inner or keys.integer("intermediate_size"), activation, gated, mlp_bias)
+    inner = inner or keys.integer("intermediate_size")
+    mlp = MlpConfig(inner=inner, activation=activation, gated=gated, bias=mlp_bias)
     return DecoderConfig(
         model_type=str(keys.raw("model_type")),
         layers=tuple(

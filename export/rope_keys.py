@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from math import log, sqrt
 from typing import Any, cast
 
-from llmc.export.config import Rope, RopeType
 from llmc.export.keys import Keys
+from llmc.export.parts.rope import Rope, RopeType
 
 DEFAULT_THETA = 10_000.0  # transformers' default where a config says nothing
 TYPES = {name: name for name in ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")}

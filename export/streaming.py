@@ -11,6 +11,7 @@ from llmc import bundle
 from llmc.bundle.model.names import PER_LAYER, PER_LAYER_PROJECTION, POSITIONS
 from llmc.export import ops
 from llmc.export.blocks.norm import Norm
+from llmc.export.blocks.part import Call
 from llmc.export.blocks.rope import inverse_frequencies
 from llmc.export.config import PER_LAYER_NORM
 from llmc.export.decoder import DecoderLayer
@@ -21,15 +22,8 @@ from llmc.exported import read_weights, rows_of
 
 
 class StreamedDecoder:
-    """The decoder of an export folder. Weights are read when needed, as float32.
-
-    Args:
-        folder: an export; reads its ``config.json``, and the weights from the files that its graph names.
-        device: the torch device that runs the parts.
-
-    Raises:
-        CheckpointError: the folder's config or weights are missing or broken.
-    """
+    """The decoder of the export in ``folder``, by its ``config.json``, on a torch device. Weights are read when needed,
+    as float32, from the files that the graph names. Raises CheckpointError: config or weights are missing or broken."""
 
     def __init__(self, folder: Path, device: str = "cpu") -> None:
         path = folder / bundle.CONFIG_FILE
@@ -73,7 +67,8 @@ class StreamedDecoder:
         shown = ops.PLAIN
         if self.config.diffusion is not None:  # every token sees the last
             shown = ops.Shown(ahead=torch.arange(length - 1, -1, -1, device=self.device).expand(batch, -1))
-        out, presents = layer(x, past, places, self._make_ropes(length), start + length, own, shown)
+        call = Call(places, self._make_ropes(length), start + length, shown)
+        out, presents = layer(x, past, call, own)
         caches = dict(zip((name for cache in held for name in cache.outputs), presents, strict=True))
         for cache in held:
             for span, name in zip(self._carried.get(cache.name, ()), cache.outputs, strict=False):

@@ -24,15 +24,19 @@ PLAIN = uniform("llama", 2, 64, 64, 4, 4, 16, 64, 64, False, (0, 0))
 FIRST, LAST = PLAIN.attentions
 SHARING = replace(PLAIN, attentions=(FIRST, replace(LAST, writes=False, cache=FIRST.cache)))
 MODELS: dict[str, Geometry] = {
-    "embeds or ranks texts": replace(PLAIN, encoder=Encoder("embeddings", "last", 64, True, False)),
+    "embeds or ranks texts": replace(
+        PLAIN, encoder=Encoder(result="embeddings", pooling="last", width=64, normalized=True)
+    ),
     "fills masks": replace(PLAIN, diffusion=Diffusion(3, 1)),
-    "drafts for another model": replace(PLAIN, head=DraftHead((1,), 64, 64)),
+    "drafts for another model": replace(PLAIN, head=DraftHead(borders=(1,), width=64, own_width=64)),
     "reads the caches of another model": replace(SHARING, caches=tuple(replace(it, lent=True) for it in PLAIN.caches)),
     "has layers that read the caches of others": SHARING,
     "shares caches among its own layers": SHARING,
-    "has experts": replace(PLAIN, mixtures=(Experts("experts", 0, count=4, chosen=2, inner=32, width=64),)),
+    "has experts": replace(PLAIN, mixtures=(Experts(name="experts", layer=0, count=4, chosen=2, inner=32, width=64),)),
     "sees images": replace(PLAIN, vision=VISION),
-    "has recurrent layers": replace(PLAIN, recurrents=(Recurrent("conv", 0, "conv", 0, 0, 0, 0, 4, 64, ()),)),
+    "has recurrent layers": replace(
+        PLAIN, recurrents=(Recurrent(name="conv", layer=0, rule="conv", taps=4, channels=64),)
+    ),
     "has attention with sinks": replace(PLAIN, attentions=(FIRST, replace(LAST, sinks=True))),
     "scales its layers": replace(PLAIN, layer_scalars=True),
     "has inputs for each layer": replace(PLAIN, per_layer=8),

@@ -6,44 +6,38 @@ from typing import Annotated, Literal
 
 from llmc.bundle.model.ranges import Width
 
-# A row of the cache can always go back so far: over drafts that were rejected, and to the border of a block of the
-# prefix cache. What windows have passed is let go of once so many positions came together.
-BACK, LET_GO_STEP = 64, 256
+# Positions that a row can always go back: over rejected drafts, and to the border of a block of the prefix cache.
+BACK = 64
+# Positions behind a window are freed once there are so many.
+LET_GO_STEP = 256
 
 # Bytes of a state's value.
 STATE_BYTES = 4
 
+# ``kv`` holds a key and a value for each position; ``state`` holds one state whatever the length.
 CacheKind = Literal["kv", "state"]
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Memory that a layer keeps of the tokens before.
+    """Memory that a layer keeps of earlier tokens."""
 
-    Attributes:
-        name: its part of the tensors' names, ``past_key_values.{name}.key``.
-        kind: ``kv`` holds a key and a value for each position, ``state`` holds one state whatever the length.
-        shape: of one position, [kv_heads, head_dim] for ``kv``; of the state of one row for ``state``.
-        window: positions that are ever read, 0 for all.
-        lent: whether it is another model's, which a draft head reads and does not write.
-    """
-
-    name: str
+    name: str  # part of the tensors' names, ``past_key_values.{name}.key``
     kind: CacheKind
-    shape: Annotated[tuple[Width, ...], range(1, 5)]
-    window: Annotated[int, range(1 << 28)]
-    lent: bool = False
+    shape: Annotated[tuple[Width, ...], range(1, 5)]  # of a position (kv_heads, head_dim), or of a row's state
+    window: Annotated[int, range(1 << 28)]  # positions that are ever read, 0 for all
+    lent: bool = False  # another model's cache, which a draft head reads and does not write
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the graph's inputs that it comes in."""
+        """Names of the graph's inputs for this cache."""
         if self.kind == "kv":
             return f"past_key_values.{self.name}.key", f"past_key_values.{self.name}.value"
         return (f"past_state.{self.name}",)
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the graph's outputs that it goes out in, as :attr:`inputs`; none of one that is lent."""
+        """Names of the graph's outputs for this cache, in the order of :attr:`inputs`; a lent cache has none."""
         if self.lent:
             return ()
         if self.kind == "kv":
@@ -51,8 +45,8 @@ class Cache:
         return (f"present_state.{self.name}",)
 
     def bytes(self, positions: int, bytes_per_value: int) -> int:
-        """Bytes of one row with room for ``positions``; a state is float32 whatever the type of keys and values. What
-        is lent is the other model's."""
+        """Bytes of one row with room for ``positions``. States are float32 whatever the type of keys and values; a lent
+        cache counts as the other model's."""
         if self.lent:
             return 0
         if self.kind == "state":
@@ -67,5 +61,5 @@ class Cache:
         return (rows, heads, positions, width)
 
     def count_held(self, chunk: int) -> int:
-        """Positions that a row holds at most where calls feed up to ``chunk`` tokens, 0 for all."""
+        """Positions that a row holds at most if calls feed up to ``chunk`` tokens, 0 for all."""
         return self.window + BACK + LET_GO_STEP + chunk if self.window else 0

@@ -5,26 +5,21 @@ from typing import Annotated
 
 from llmc.bundle.model.ranges import Width
 
-# The linear of a draft head that its rows go through.
+# First linear of a draft head.
 HEAD_INPUT = "model.fc"
 
-# Of one whose hidden states are not as wide as the model's, that which makes them so.
+# Projects a draft head's hidden states to the model's width.
 HEAD_OUTPUT = "model.post_projection"
 
-# Of one that first chooses clusters of tokens.
+# Scores clusters of tokens, of a head that chooses clusters first.
 CENTROIDS = "model.centroids"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DraftHead:
-    """A head that guesses another model's next tokens from its hidden states.
+    """A head that guesses another model's next tokens from its hidden states."""
 
-    Attributes:
-        borders: of the hidden states that it reads of each token: those after so many layers.
-        width: of each of them.
-        own_width: of its own hidden states, and of the embedding.
-    """
-
+    # Layers of the other model behind which the hidden states are read.
     borders: Annotated[tuple[Annotated[int, range(1, 1 << 12)], ...], range(1, 17)]
-    width: Width
-    own_width: Width
+    width: Width  # of each of these hidden states
+    own_width: Width  # of the head's own hidden states, and of the embedding

@@ -5,30 +5,23 @@ from typing import Annotated, Literal
 
 from llmc.bundle.model.ranges import Width
 
-# What an encoder has in the place of the head: layers of an embedding's, ``dense.0`` and on; ``score.0``, a row.
+# Linears of an encoder in the place of the head: ``dense.0`` and on of an embedding, ``score.0`` of a score.
 DENSE, SCORE = "dense", "score"
 
+# ``embeddings`` are one vector for each text, ``scores`` one number for each query with a document.
 Result = Literal["embeddings", "scores"]
 
+# The last token's output of the last norm, or the mean of all.
 Pooling = Literal["last", "mean"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """An end that makes one result of a text, in one pass and without a cache.
-
-    Attributes:
-        result: ``embeddings``, one vector for each text, or ``scores``, one number for each query with a document.
-        pooling: which of the last norm's outputs count: the last token's, or the mean of all.
-        width: values of a result, 1 for scores.
-        normalized: whether embeddings have length one.
-        template: whether the chat template puts query and document together; else the tokenizer does, as a pair.
-        padding: the token that counts for nothing at the end of a text, None where every token does.
-    """
+    """An end that makes one result of a text, in one pass and without a cache."""
 
     result: Result
     pooling: Pooling
-    width: Width
-    normalized: bool
-    template: bool
-    padding: Annotated[int, range(1 << 24)] | None = None
+    width: Width = 0  # values of a result, 1 for scores
+    normalized: bool = False  # embeddings have length one
+    template: bool = False  # the chat template joins query and document; else the tokenizer does, as a pair
+    padding: Annotated[int, range(1 << 24)] | None = None  # token that is ignored at the end of a text

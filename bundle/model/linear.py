@@ -8,52 +8,36 @@ from llmc.bundle.model.ranges import Index, Vocabulary, Width
 
 @dataclass(frozen=True)
 class Codes:
-    """Integers that a checkpoint stores a weight as.
+    """Integers that a checkpoint stores a weight as."""
 
-    Attributes:
-        bits: of each; 4 or 8 of linears and experts, of tables the fewest that hold every code.
-        block: inputs that share a scale.
-        zero_points: whether each block has one.
-        offsets: whether each block has a float that is added to what its integers stand for.
-        kind: ``mxfp4`` are floats of 4 bits (E2M1), with powers of two for scales, which experts alone have.
-        half: whether scales are numbers of float16; told of tables alone.
-    """
-
-    bits: Annotated[int, range(1, 9)]
-    block: Width
-    zero_points: bool
-    offsets: bool = False
-    kind: Literal["integer", "mxfp4"] = "integer"
-    half: bool = False
+    bits: Annotated[int, range(1, 9)]  # of each; 4 or 8 of linears and experts, of tables the fewest that hold all
+    block: Width  # inputs that share a scale
+    zero_points: bool  # each block has one
+    offsets: bool = False  # each block has a float that is added after scaling
+    kind: Literal["integer", "mxfp4"] = (
+        "integer"  # mxfp4: 4-bit floats (E2M1) with powers of two as scales; experts only
+    )
+    half: bool = False  # scales are float16 numbers; set for tables only
 
 
 @dataclass(frozen=True)
 class Linear:
     """A product with a weight [outputs, inputs].
 
-    Attributes:
-        name: module path.
-        outputs, inputs: shape of the weight.
-        bias: whether a bias [outputs] is added.
-        reads: the module whose output it multiplies, or where a residual stream as it stands: ``model.layers.{i}`` for
-            what goes into layer i, ``model.layers.{i}.residual`` for what its MLP adds to, ``.residual_1`` for that
-            sum. Linears that read the same read the same tensor.
-        producer: the norm or linear whose output channels scale the inputs one by one, so that a factor per input can
-            be moved into its weight; empty where there is none.
-        layer: index of its layer, None for the head.
-        codes: the integers that the checkpoint stores its weight as, None of a float weight.
-        exact: whether it stays in floats whatever a recipe says: few weights, on which much depends.
+    ``reads`` is the module whose output is multiplied, or a residual stream: ``model.layers.{i}`` is the input of layer
+    i, ``model.layers.{i}.residual`` what its MLP adds to, ``.residual_1`` that sum. Linears with the same ``reads``
+    read the same tensor.
     """
 
-    name: str
+    name: str  # module path
     outputs: Vocabulary
     inputs: Width
-    bias: bool
+    bias: bool  # a bias [outputs] is added
     reads: str
-    producer: str
-    layer: Index | None
-    codes: Codes | None = None
-    exact: bool = False
+    producer: str  # norm or linear whose output channels scale the inputs one by one; empty if there is none
+    layer: Index | None  # None for the head
+    codes: Codes | None = None  # integers that the checkpoint stores the weight as, None for floats
+    exact: bool = False  # stays in floats whatever a recipe says: few weights, on which much depends
 
     @property
     def size(self) -> int:

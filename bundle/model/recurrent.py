@@ -1,44 +1,58 @@
 """Mixers that keep states of one size."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from llmc.bundle.model.cache import Cache
 from llmc.bundle.model.ranges import Index, Width
 
+# ``conv`` is a gated short convolution alone; ``delta`` the gated delta rule (arXiv 2412.06464) and ``mamba2`` a
+# selective state space (arXiv 2405.21060), both behind such a convolution.
 Rule = Literal["conv", "delta", "mamba2"]
 
+Size = Annotated[int, range(1 << 12)]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Recurrent:
-    """A mixer that keeps states of one size, however many tokens came before.
+    """A mixer that keeps states of one size, however many tokens came before."""
 
-    Attributes:
-        name: module path.
-        layer: index of its layer.
-        rule: ``conv`` is a gated short convolution alone; ``delta`` the gated delta rule (arXiv 2412.06464) and
-            ``mamba2`` a selective state space (arXiv 2405.21060), both behind such a convolution.
-        key_heads, value_heads, key_dim, value_dim: of the recurrence, 0 without one. Neighbouring value heads share a
-            key head.
-        taps: tokens that the convolution sees, its own included.
-        channels: that are convolved.
-        caches: names of its states: the convolution's [taps - 1, channels], and the recurrence's [value_heads, key_dim,
-            value_dim].
-    """
-
-    name: str
-    layer: Index
+    name: str = ""  # module path
+    layer: Index = -1
     rule: Rule
-    key_heads: Annotated[int, range(1 << 12)]
-    value_heads: Annotated[int, range(1 << 12)]
-    key_dim: Annotated[int, range(1 << 12)]
-    value_dim: Annotated[int, range(1 << 12)]
-    taps: Annotated[int, range(2, 1 << 8)]
-    channels: Width
-    caches: tuple[str, ...]
+    # Sizes of the recurrence, 0 for ``conv``. Neighbouring value heads share a key head.
+    key_heads: Size = 0
+    value_heads: Size = 0
+    key_dim: Size = 0
+    value_dim: Size = 0
+    taps: Annotated[int, range(2, 1 << 8)]  # tokens that the convolution sees, its own included
+    channels: Width  # of the convolution
+    caches: tuple[str, ...] = ()  # names of its states, in the order of ``state_shapes``
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shape of each of its states in one row, in the order of ``caches``."""
+        """Shapes of its states in one row: the convolution's, then the recurrence's."""
         conv: tuple[int, ...] = (self.taps - 1, self.channels)
         recurrence: tuple[int, ...] = (self.value_heads, self.key_dim, self.value_dim)
         return (conv,) if self.rule == "conv" else (conv, recurrence)
+
+    @property
+    def writer(self) -> str:
+        """Name of the linear whose output is added to the residual stream."""
+        return f"{self.name}.out_proj"
+
+    @property
+    def inner_norms(self) -> frozenset[str]:
+        """Names of norms that read no residual stream, and whose output no linear reads."""
+        return frozenset({f"{self.name}.norm"})
+
+    @property
+    def silus(self) -> int:
+        """Number of SiLU activations."""
+        return 0 if self.rule == "conv" else 2
+
+    def is_sound(self, caches: Mapping[str, Cache] | None) -> bool:
+        """True if its caches have the shapes of its states."""
+        found = caches or {}
+        return tuple(found[name].shape for name in self.caches if name in found) == self.state_shapes

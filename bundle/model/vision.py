@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 from llmc.bundle.model.linear import Linear
 from llmc.bundle.model.ranges import Count, Positions
 
-# Of the tower of a model that sees, whose modules are ``vision.patch_embedding``, ``vision.layers.0...``.
+# Module path of the tower: ``vision.patch_embedding``, ``vision.layers.0...``.
 TOWER = "vision"
 
-# Of one image: published models cut it into 4 x 4.
+# Tiles of one image; published models cut it into 4 x 4.
 MOST_TILES = 257
 
 Filter = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
@@ -19,123 +19,77 @@ Pixels = Annotated[int, range(1, 4097)]
 
 Channels = Annotated[tuple[float, ...], range(3, 4)]  # a number for each of red, green and blue
 
-Lines = Annotated[tuple[str, ...], range(1, 17)]  # of a text, which newlines join
+Lines = Annotated[tuple[str, ...], range(1, 17)]  # of a text, joined by newlines
 
 
 @dataclass(frozen=True)
 class Markers:
-    """Texts around the tokens of an image in a prompt, with which they are one text for the tokenizer. In ``tile``,
-    ``{row}`` and ``{column}`` stand for a tile's place, which begins with 1.
+    """Texts around the tokens of an image in a prompt; the tokenizer gets them as one text with the image's tokens."""
 
-    Attributes:
-        image: the token's own text.
-        before: in front of every image.
-        tile: in front of each tile of an image that is cut.
-        row_end: behind the last tile of each row.
-        whole: behind all tiles, in front of the view of the whole image.
-        single: in front of an image that is not cut.
-        after: behind every image.
-        placeholder: what templates write once for an image, empty where that is the token itself.
-    """
-
-    image: str
-    tile: Lines
-    row_end: Lines
-    whole: Lines
-    single: Lines
-    after: Lines
-    placeholder: str = ""
-    before: Lines = ("",)
+    image: str  # text of the token that a row replaces
+    tile: Lines  # before each tile of a cut image; ``{row}`` and ``{column}`` are its place, from 1
+    row_end: Lines  # after the last tile of each row
+    whole: Lines  # after all tiles, before the view of the whole image
+    single: Lines  # before an image that is not cut
+    after: Lines  # after every image
+    placeholder: str = ""  # what templates write once for an image, empty if that is the token itself
+    before: Lines = ("",)  # before every image
 
 
 @dataclass(frozen=True)
 class Tiling:
     """Steps from pixels to tiles: an RGB image is resized until its longest edge has ``longest_edge`` pixels, then to
-    the next multiples of a tile, and cut; where that makes more than one tile, the image resized to one tile follows.
+    the next multiples of a tile, and cut; if that makes several tiles, the image resized to one tile follows."""
 
-    Attributes:
-        longest_edge: pixels, 0 for images that are resized to one tile at once.
-        cut: whether images are cut at all; else they are resized to one tile instead.
-        filter: by which all this is resized, as Pillow calls it.
-        rescale: factor of the values 0 ... 255.
-        mean, std: are then subtracted and divided by.
-    """
-
-    longest_edge: Annotated[int, range(4097)]
-    cut: bool
-    filter: Filter
-    rescale: float
-    mean: Channels
-    std: Channels
+    longest_edge: Annotated[int, range(4097)]  # pixels; 0: images are resized to one tile at once
+    cut: bool  # images are cut into tiles, not resized to one
+    filter: Filter  # of every resizing, by Pillow's name
+    rescale: float  # factor of the values 0 ... 255
+    mean: Channels  # subtracted then
+    std: Channels  # divided by then
 
 
 @dataclass(frozen=True)
 class Patching:
     """Steps from pixels to the patches of a tower for grids of any shape: an RGB image is resized to whole squares of
-    patches, near its ratio and within bounds of its pixels. Where tiles are cut, a large one is also resized to them,
-    and they come before that view of the whole.
+    patches, near its ratio and within bounds of its pixels. If tiles are cut, a large image is also resized to them,
+    and they come before that view of the whole."""
 
-    Attributes:
-        least_pixels, most_pixels: of the resized image.
-        filter, rescale, mean, std: as of :class:`Tiling`.
-        frames: times that each patch's pixels are there: the tower is made for videos, too.
-        window: squares of each side of the windows within which some layers attend, 0 where none do.
-        places: entries of each side of the table of learned positions, which is stretched over an image; 0 for none.
-        naflex: whether patches are laid out as SigLIP 2's (LFM2-VL): color by color in each pixel, with positions
-            stretched by areas and no others; else as Qwen's.
-        least_tiles, most_tiles: that a large image is cut into; both are 1 where none is.
-        tolerance: how many times ``most_pixels`` an image may have that is not cut.
-    """
-
-    least_pixels: Annotated[int, range(1, 1 << 26)]
+    least_pixels: Annotated[int, range(1, 1 << 26)]  # of the resized image
     most_pixels: Annotated[int, range(1, 1 << 26)]
-    filter: Filter
+    filter: Filter  # this and the next three as in :class:`Tiling`
     rescale: float
     mean: Channels
     std: Channels
-    frames: Annotated[int, range(1, 17)]
-    window: Annotated[int, range(1 << 12)]
-    places: Annotated[int, range(1 << 12)]
-    naflex: bool = False
-    least_tiles: Annotated[int, range(1, MOST_TILES)] = 1
-    most_tiles: Annotated[int, range(1, MOST_TILES)] = 1
-    tolerance: float = 1.0
+    frames: Annotated[int, range(1, 17)]  # copies of each patch's pixels: the tower is made for videos, too
+    window: Annotated[int, range(1 << 12)]  # squares per side of the windows of some layers' attention, 0 for none
+    places: Annotated[int, range(1 << 12)]  # entries per side of the table of positions that images stretch, or 0
+    naflex: bool = False  # patches as SigLIP 2's (LFM2-VL), positions stretched by areas; else as Qwen's
+    least_tiles: Annotated[int, range(1, MOST_TILES)] = 1  # that a large image is cut into
+    most_tiles: Annotated[int, range(1, MOST_TILES)] = 1  # 1 if no image is cut
+    tolerance: float = 1.0  # an image that is not cut has at most so many times ``most_pixels``
 
 
 @dataclass(frozen=True)
 class Vision:
-    """A tower that makes rows of embeddings of images, which stand in the places of a prompt's image tokens.
+    """A tower that makes rows of embeddings from images; the rows replace a prompt's image tokens."""
 
-    Attributes:
-        tile: pixels of each side of a tile, of a whole number of squares of patches, each of which becomes a row.
-        patch: pixels of each side of a patch.
-        tokens: rows that each tile becomes.
-        token_id: of the token whose embedding a row replaces.
-        tiling, markers: how images become tiles, and what stands around them in a prompt.
-        layers: of the tower.
-        linears: in the order of the computation.
-        patching: how images become patches, in the place of ``tiling``.
-        axes: of the decoder's positions: 3 where images have rows and columns in them, 0 where a position is a number.
-        deep: layers of the decoder, the first ones, behind which a further part of each row is added.
-        both_ways: whether the rows of an image see one another in the decoder, those after them too.
-    """
-
-    tile: Pixels
-    patch: Pixels
-    tokens: Positions
-    token_id: Annotated[int, range(1 << 24)]
-    tiling: Tiling | None
+    tile: Pixels  # per side, whole squares of patches; each square becomes a row
+    patch: Pixels  # per side
+    tokens: Positions  # rows that each tile becomes
+    token_id: Annotated[int, range(1 << 24)]  # of the token whose embedding a row replaces
+    tiling: Tiling | None  # how images become tiles; either this or ``patching``
     markers: Markers
-    layers: Count
-    linears: tuple[Linear, ...]
-    patching: Patching | None = None
-    axes: Annotated[int, range(0, 4, 3)] = 0
-    deep: Annotated[int, range(1 << 8)] = 0
-    both_ways: bool = False
+    layers: Count  # of the tower
+    linears: tuple[Linear, ...]  # in the order of computation
+    patching: Patching | None = None  # how images become patches of any grid
+    axes: Annotated[int, range(0, 4, 3)] = 0  # of the decoder's positions: 3 if images have rows and columns, else 0
+    deep: Annotated[int, range(1 << 8)] = 0  # first layers of the decoder that add a further part of each row
+    both_ways: bool = False  # in the decoder the rows of an image see one another, later ones too
 
     @property
     def square(self) -> int:
-        """Pixels of each side of the square that becomes a row."""
+        """Pixels per side of the square that becomes a row."""
         return self.tile // isqrt(self.tokens)
 
     @property
@@ -151,7 +105,7 @@ class Vision:
 
     @property
     def most_rows(self) -> int:
-        """Rows that the tower makes at a time at most."""
+        """Most rows that the tower makes at a time."""
         return max(self.tokens, self.patching.most_pixels // self.square**2) if self.patching else self.tokens
 
     @property
@@ -161,13 +115,13 @@ class Vision:
 
     @property
     def norms(self) -> int:
-        """Norms of the tower: two of each layer, one behind them and those of linears that make rows."""
+        """Number of norms in the tower: two in each layer, one after them, and those of the linears that make rows."""
         connector = any(linear.reads == f"{TOWER}.connector_norm" for linear in self.linears)
         return 2 * self.layers + 1 + self.deep + connector
 
     @property
     def least_chunk(self) -> int:
-        """Tokens of a call that must fit: where rows see those after them, all of an image, and one on either side."""
+        """Tokens that a call must have room for: if rows see later rows an image and a token on either side, else 1."""
         return self.tokens + 2 if self.both_ways else 1
 
     @property

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from llmc.export import expert_ops
-from llmc.export.blocks.linear import Linear, as_float
-from llmc.export.blocks.norm import Norm
+from llmc.export.blocks.linear import as_float
+from llmc.export.blocks.part import PartModule
 from llmc.export.blocks.scale import Scale
-from llmc.export.config import ExpertsConfig, NormConfig
+from llmc.export.parts.experts import ExpertsConfig
+from llmc.export.parts.norm import NormConfig
+from llmc.export.parts.site import Site
 
 # Taken off the scores of experts that cannot be chosen; shares of one, with corrections that trained models keep small.
 FAR = 1e6
@@ -24,33 +26,26 @@ class Stacked(nn.Module):
         self.bias = nn.Parameter(torch.empty(count, outputs), requires_grad=False) if bias else None
 
 
-class Experts(nn.Module):
+class Experts(PartModule):
     """x and the residual stream (B, S, N) -> the sum (B, S, N) of what the experts chosen for each token make of x, by
     their weights."""
 
-    def __init__(self, config: ExpertsConfig, hidden_size: int, norm: NormConfig) -> None:
-        super().__init__()
+    def __init__(self, config: ExpertsConfig, site: Site, norm: NormConfig) -> None:
+        super().__init__(config, site, norm)
         self.config, normalized = config, config.normalized and not config.routed_apart
         self.knobs = expert_ops.Knobs(config.chosen, normalized, config.alpha, config.limit, config.activation)
-        if config.routed_apart:
-            self.router_norm, self.router_scale = Norm(hidden_size, norm), Scale(hidden_size**-0.5)
-            self.per_expert_scale = nn.Parameter(torch.empty(config.count), requires_grad=False)
-        self.router = Linear(hidden_size, config.count, bias=config.clamped)
-        self.correction = nn.Parameter(torch.empty(config.count), requires_grad=False) if config.corrected else None
-        width, self.fc1_latent_proj, self.fc2_latent_proj = config.latent or hidden_size, None, None
-        if config.latent:
-            self.fc1_latent_proj = Linear(hidden_size, width, bias=config.latent_bias)
-            self.fc2_latent_proj = Linear(width, hidden_size, bias=config.latent_bias)
-        self.gate_up_proj = Stacked(config.count, width, 2 * config.inner, bias=config.clamped)
-        self.down_proj = Stacked(config.count, config.inner, width, bias=config.clamped)
+        self.router_scale = Scale(site.hidden**-0.5 if config.routed_apart else 1.0)
+        width = config.latent or site.hidden
+        self.gate_up_proj = Stacked(config.count, width, 2 * config.inner, bias=config.bias)
+        self.down_proj = Stacked(config.count, config.inner, width, bias=config.bias)
         self.scale = Scale(config.scale)
         self.watch: Callable[[int, Tensor, Tensor], None] | None = None  # see expert_ops.experts
 
     def forward(self, x: Tensor, stream: Tensor) -> Tensor:
         apart = self.config.routed_apart
-        logits = self.router_scale(self.router(self.router_norm(stream))) if apart else self.router(x)
+        logits = self.router_scale(self.router(self.normalize("router_norm", stream if apart else x)))
         weights = torch.softmax(logits, -1) if self.config.score == "softmax" else torch.sigmoid(logits)
-        scores = weights if self.correction is None else weights + as_float(self.correction)
+        scores = weights + as_float(self.correction) if self.config.corrected else weights
         if self.config.chosen_groups < self.config.groups:
             groups = scores.view(*scores.shape[:-1], self.config.groups, -1)
             best = groups.topk(self.config.best, -1).values.sum(-1, keepdim=True)
@@ -62,6 +57,6 @@ class Experts(nn.Module):
         parts = self.gate_up_proj, self.down_proj
         biases = [part.bias for part in parts if part.bias is not None]
         stacks = [part.weight for part in parts]
-        read = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
+        read = self.fc1_latent_proj(x) if self.config.latent else x
         y: Tensor = self.scale(expert_ops.experts(read, scores, weights, stacks, biases, self.knobs, self.watch))
-        return y if self.fc2_latent_proj is None else self.fc2_latent_proj(y)
+        return self.fc2_latent_proj(y) if self.config.latent else y

@@ -1,10 +1,13 @@
 """Linears, heads and embeddings."""
 
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from llmc.bundle.model import linear as inventory
 
 
 class Linear(nn.Module):
@@ -18,6 +21,12 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = x @ as_float(self.weight).t()
         return y if self.bias is None else y + as_float(self.bias)
+
+
+def add_linears(module: nn.Module, listed: Iterable[inventory.Linear]) -> None:
+    """Add a module for each listed linear, under the last part of its name."""
+    for item in listed:
+        module.add_module(item.name.rpartition(".")[2], Linear(item.inputs, item.outputs, bias=item.bias))
 
 
 class TiedHead(nn.Module):

@@ -6,9 +6,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from llmc.export.blocks.linear import Linear
+from llmc.bundle.model.experts import Activation
+from llmc.export.blocks.part import PartModule
 from llmc.export.blocks.scale import Scale
-from llmc.export.config import Activation, MlpConfig
+from llmc.export.parts.mlp import MlpConfig
+from llmc.export.parts.norm import NormConfig
+from llmc.export.parts.site import Site
 
 
 class SiLU(nn.Module):
@@ -34,22 +37,18 @@ ACTIVATIONS: dict[Activation, Callable[[], nn.Module]] = {
 }
 
 
-class MLP(nn.Module):
+class MLP(PartModule):
     """Feed-forward: down(act(gate x) * up x) if gated, else down(act(up x))."""
 
-    def __init__(self, config: MlpConfig, hidden_size: int) -> None:
-        super().__init__()
-        self.gate_proj = Linear(hidden_size, config.inner, bias=config.bias) if config.gated else None
-        self.up_proj = Linear(hidden_size, config.inner, bias=config.bias)
-        self.down_proj = Linear(config.inner, hidden_size, bias=config.bias)
-        self.act_fn = ACTIVATIONS[config.activation]()
+    def __init__(self, config: MlpConfig, site: Site, norm: NormConfig) -> None:
+        super().__init__(config, site, norm)
+        self.config, self.act_fn = config, ACTIVATIONS[config.activation]()
         self.gate_scale, self.scale = Scale(config.gate_scale), Scale(config.scale)
-        self.weight_proj = Linear(hidden_size, 1) if config.weighed else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gate_proj is None:
-            down: Tensor = self.down_proj(self.act_fn(self.up_proj(x)))
+        if self.config.gated:
+            inner = self.act_fn(self.gate_scale(self.gate_proj(x))) * self.up_proj(x)
         else:
-            down = self.down_proj(self.act_fn(self.gate_scale(self.gate_proj(x))) * self.up_proj(x))
-        down = self.scale(down)
-        return down if self.weight_proj is None else down * torch.sigmoid(self.weight_proj(x))
+            inner = self.act_fn(self.up_proj(x))
+        down: Tensor = self.scale(self.down_proj(inner))
+        return down * torch.sigmoid(self.weight_proj(x)) if self.config.weighed else down

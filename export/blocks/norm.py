@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llmc.export.blocks.linear import as_float
-from llmc.export.config import NormConfig
+from llmc.export.parts.norm import NormConfig
 
 
 class Norm(nn.Module):

@@ -4,11 +4,13 @@ import torch
 from torch import Tensor, nn
 
 from llmc.export import recurrent_ops as ops
-from llmc.export.blocks.linear import Linear, as_float, cut
+from llmc.export.blocks.linear import as_float, cut
 from llmc.export.blocks.mlp import SiLU
-from llmc.export.blocks.norm import Norm
+from llmc.export.blocks.part import Call, PartModule, Tensors
 from llmc.export.blocks.scale import Scale
-from llmc.export.config import NormConfig, RecurrentConfig
+from llmc.export.parts.norm import NormConfig
+from llmc.export.parts.recurrent import RecurrentConfig
+from llmc.export.parts.site import Site
 
 # Added to the sum of squares by which the delta rule divides queries and keys. Source: transformers, qwen3_5.
 UNIT_EPS = 1e-6
@@ -27,7 +29,7 @@ class CausalConv(nn.Module):
         return y if self.bias is None else y + as_float(self.bias), present
 
 
-class Recurrent(nn.Module):
+class Recurrent(PartModule):
     """A recurrent mixer over states that the caller owns; what rules differ in is named below.
 
     * ``conv``: C * conv(B * x), with B, C and x made by one projection (LFM2).
@@ -38,39 +40,28 @@ class Recurrent(nn.Module):
       itself.
     """
 
-    def __init__(self, config: RecurrentConfig, hidden_size: int, norm: NormConfig) -> None:
-        super().__init__()
+    def __init__(self, config: RecurrentConfig, site: Site, norm: NormConfig) -> None:
+        super().__init__(config, site, norm)
         self.config = config
-        conv, scalars = config.rule == "conv", config.value_heads
-        inputs = 3 * config.channels if conv else config.channels
-        self.in_proj = Linear(hidden_size, inputs, bias=conv and config.bias)
-        if not conv:
-            self.gate_proj = Linear(hidden_size, config.inner)
-            self.beta_proj = Linear(hidden_size, scalars) if config.rule == "delta" else None
-            self.decay_proj = Linear(hidden_size, scalars)
-            self.A_log, self.dt_bias = (nn.Parameter(torch.empty(scalars), requires_grad=False) for _ in range(2))
-            self.D = nn.Parameter(torch.empty(scalars), requires_grad=False) if config.rule == "mamba2" else None
-            self.norm = Norm(config.norm_size, norm) if config.normed else nn.Identity()
-            self.gate_scale, self.step_scale = Scale(config.scales[0]), Scale(config.scales[4])
-        self.norm_scale = nn.Parameter(torch.empty(config.inner), requires_grad=False) if config.scaled_apart else None
+        self.gate_scale, self.step_scale = Scale(config.scales[0]), Scale(config.scales[4])
         self.conv = CausalConv(config.channels, config.taps, bias=config.bias)
         self.conv_act, self.gate_act = SiLU(), SiLU()
-        self.out_proj = Linear(config.inner, hidden_size, bias=conv and config.bias)
 
-    def forward(self, x: Tensor, past: tuple[Tensor, ...], new_lengths: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """x (B, S, N), states and new lengths (B) -> values (B, S, N), states."""
+    def forward(self, x: Tensor, past: Tensors | None, call: Call) -> tuple[Tensor, Tensors]:
+        """x (B, S, N), states -> values (B, S, N), states."""
+        assert past is not None and call.new_lengths is not None
         if self.config.rule == "conv":
             before, after, inner = cut(self.in_proj(x), *[self.config.channels] * 2)
-            mixed, present = self.conv(before * inner, past[0], new_lengths)
+            mixed, present = self.conv(before * inner, past[0], call.new_lengths)
             return self.out_proj(after * mixed), (present,)
-        return self._recur(x, past, new_lengths)
+        return self._recur(x, past, call.new_lengths)
 
-    def _recur(self, x: Tensor, past: tuple[Tensor, ...], new_lengths: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _recur(self, x: Tensor, past: Tensors, new_lengths: Tensor) -> tuple[Tensor, Tensors]:
         config, keys = self.config, self.config.key_heads * self.config.key_dim
         mixed, conv_state = self.conv(self.in_proj(x), past[0], new_lengths)
         parts, gate = self.conv_act(mixed), self.gate_act(self.gate_scale(self.gate_proj(x)))
-        delta = self.beta_proj is not None
-        if self.beta_proj is not None:
+        delta = config.rule == "delta"
+        if delta:
             q, k, v = cut(parts, keys, keys)
             beta = torch.sigmoid(self.beta_proj(x))
         else:
@@ -87,12 +78,12 @@ class Recurrent(nn.Module):
             unit_eps=UNIT_EPS if delta else 0.0,
         )
         y, state = ops.linear_attention(q, k, v, past[1], decay, beta, new_lengths, knobs)
-        if self.D is not None:
+        if config.rule == "mamba2":
             heads = v.view(*v.shape[:-1], config.value_heads, config.value_dim)
             y = y + (heads * as_float(self.D).unsqueeze(-1)).flatten(-2)
         y = self._normalize(y * gate) if config.gate_first else self._normalize(y) * gate
         return self.out_proj(y), (conv_state, state)
 
     def _normalize(self, y: Tensor) -> Tensor:
-        y = self.norm(y)
-        return y if self.norm_scale is None else y * as_float(self.norm_scale)
+        y = self.normalize("norm", y)
+        return y * as_float(self.norm_scale) if self.config.scaled_apart else y

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from llmc.export.config import Rope
+from llmc.export.parts.rope import Rope
 
 
 class RotaryEmbedding(nn.Module):

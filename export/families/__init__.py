@@ -7,65 +7,25 @@ from typing import Any
 
 from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
-from llmc.export.vision import PatchTowerConfig, TowerConfig
+from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
 
-FAMILIES = {
+# Families that the function ``read`` of the module with their name reads.
+_NAMED = """
+    cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 exaone4 falcon_h1 gemma gemma2 gemma3 gemma3_text gemma4
+    gemma4_text glm4 gpt2 gpt_neox gpt_oss granite granitemoe granitemoehybrid hunyuan_v1_dense lfm2
+    lfm2_moe lfm2_vl llada llama ministral3 mistral mistral3 mixtral nemotron_h olmo2 olmo3 olmoe phi phi3 qwen2
+    qwen2_5_vl qwen3 qwen3_5 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_vl seed_oss smollm3 smolvlm
+    stablelm starcoder2
+"""
+# The function that reads each family, imported on use.
+FAMILIES = {name: f"llmc.export.families.{name}:read" for name in _NAMED.split()} | {
     "Dream": "llmc.export.families.dream:read",
-    "cohere": "llmc.export.families.cohere:read",
-    "cohere2": "llmc.export.families.cohere2:read",
-    "deepseek_v2": "llmc.export.families.deepseek_v2:read",
-    "deepseek_v3": "llmc.export.families.deepseek_v3:read",
-    "ernie4_5": "llmc.export.families.ernie4_5:read",
-    "exaone4": "llmc.export.families.exaone4:read",
-    "falcon_h1": "llmc.export.families.falcon_h1:read",
-    "gemma": "llmc.export.families.gemma:read",
-    "gemma2": "llmc.export.families.gemma2:read",
-    "gemma3": "llmc.export.families.gemma3:read",
-    "gemma3_text": "llmc.export.families.gemma3_text:read",
-    "gemma4": "llmc.export.families.gemma4:read",
-    "gemma4_text": "llmc.export.families.gemma4_text:read",
-    "gemma4_unified": "llmc.export.families.gemma4_unified:read",
-    "gemma4_unified_text": "llmc.export.families.gemma4_unified:read_text",
-    "glm4": "llmc.export.families.glm4:read",
-    "gpt2": "llmc.export.families.gpt2:read",
-    "gpt_neox": "llmc.export.families.gpt_neox:read",
-    "gpt_oss": "llmc.export.families.gpt_oss:read",
-    "granite": "llmc.export.families.granite:read",
-    "granitemoe": "llmc.export.families.granitemoe:read",
-    "granitemoehybrid": "llmc.export.families.granitemoehybrid:read",
-    "hunyuan_v1_dense": "llmc.export.families.hunyuan_v1_dense:read",
+    "gemma4_unified": "llmc.export.families.gemma4:read",
+    "gemma4_unified_text": "llmc.export.families.gemma4_text:read_unified",
     "idefics3": "llmc.export.families.smolvlm:read",
-    "lfm2": "llmc.export.families.lfm2:read",
-    "lfm2_moe": "llmc.export.families.lfm2_moe:read",
-    "lfm2_vl": "llmc.export.families.lfm2_vl:read",
-    "llada": "llmc.export.families.llada:read",
-    "llama": "llmc.export.families.llama:read",
-    "ministral3": "llmc.export.families.ministral3:read",
-    "mistral": "llmc.export.families.mistral:read",
-    "mistral3": "llmc.export.families.mistral3:read",
-    "mixtral": "llmc.export.families.mixtral:read",
-    "nemotron_h": "llmc.export.families.nemotron_h:read",
-    "olmo2": "llmc.export.families.olmo2:read",
-    "olmo3": "llmc.export.families.olmo3:read",
-    "olmoe": "llmc.export.families.olmoe:read",
-    "phi": "llmc.export.families.phi:read",
-    "phi3": "llmc.export.families.phi3:read",
-    "qwen2": "llmc.export.families.qwen2:read",
-    "qwen2_5_vl": "llmc.export.families.qwen2_5_vl:read",
     "qwen2_5_vl_text": "llmc.export.families.qwen2_5_vl:read_text",
-    "qwen3": "llmc.export.families.qwen3:read",
-    "qwen3_5": "llmc.export.families.qwen3_5:read",
-    "qwen3_5_moe": "llmc.export.families.qwen3_5_moe:read",
-    "qwen3_5_moe_text": "llmc.export.families.qwen3_5_moe_text:read",
-    "qwen3_5_text": "llmc.export.families.qwen3_5_text:read",
-    "qwen3_moe": "llmc.export.families.qwen3_moe:read",
-    "qwen3_vl": "llmc.export.families.qwen3_vl:read",
+    "qwen3_5_moe": "llmc.export.families.qwen3_5:read",
     "qwen3_vl_text": "llmc.export.families.qwen3_vl:read_text",
-    "seed_oss": "llmc.export.families.seed_oss:read",
-    "smollm3": "llmc.export.families.smollm3:read",
-    "smolvlm": "llmc.export.families.smolvlm:read",
-    "stablelm": "llmc.export.families.stablelm:read",
-    "starcoder2": "llmc.export.families.starcoder2:read",
 }
 
 

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from llmc.export.config import PARALLEL, DecoderConfig, NormConfig
+from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
+from llmc.export.parts.norm import PARALLEL, NormConfig
 from llmc.export.reading import read_decoder
 
 
@@ -23,8 +24,7 @@ def read_parallel(
         windows=windows,
         rotated=rotated,
         default_kv_heads=keys.integer("num_attention_heads"),
-        qkv_bias=bias,
-        o_bias=bias,
+        bias=bias,
         norm=NormConfig(keys.number("layer_norm_eps", 1e-5), "layer"),
         placement=PARALLEL,
         default_tied=True,

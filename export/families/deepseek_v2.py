@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from llmc.export.config import DecoderConfig, ExpertsConfig, MlpConfig
+from llmc.export.config import DecoderConfig
 from llmc.export.families.mixtures import RENAMED, put_experts, read_experts, read_groups
 from llmc.export.keys import Keys
+from llmc.export.parts.experts import ExpertsConfig
+from llmc.export.parts.mlp import MlpConfig
 from llmc.export.reading import read_decoder
 from llmc.export.rope_keys import compute_attention_factor
 
@@ -43,7 +45,7 @@ def read_latent(
         )
     )
     inner = keys.integer("moe_intermediate_size", 1407)
-    shared = MlpConfig(inner * keys.integer("n_shared_experts", 2), bias=bias)
+    shared = MlpConfig(inner=inner * keys.integer("n_shared_experts", 2), bias=bias)
     dense = keys.integer("first_k_dense_replace", 0)
     if dense >= len(config.layers):
         raise keys.error("first_k_dense_replace", dense, f"less than num_hidden_layers={len(config.layers)}")

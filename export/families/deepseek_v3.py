@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
-from llmc.export.config import DecoderConfig, ExpertsConfig
+from llmc.export.config import DecoderConfig
 from llmc.export.families import deepseek_v2
 from llmc.export.families.mixtures import read_experts, read_groups
 from llmc.export.keys import Keys
+from llmc.export.parts.experts import ExpertsConfig
 
 OWN = (("mlp.gate.e_score_correction_bias", "experts.correction"),)
 

@@ -11,8 +11,7 @@ def read(keys: Keys) -> DecoderConfig:
     return read_decoder(
         keys,
         default_head_dim=128,
-        qkv_bias=bias,
-        o_bias=bias,
+        bias=bias,
         mlp_bias=bias,
         default_theta=500_000.0,
         default_tied=True,

@@ -1,7 +1,8 @@
 """EXAONE 4: Llama with norms behind attention and MLP and on heads of q and k; only windowed layers are rotated."""
 
-from llmc.export.config import POST, DecoderConfig
+from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
+from llmc.export.parts.norm import POST
 from llmc.export.reading import read_decoder, windows_by_pattern, windows_by_type
 
 

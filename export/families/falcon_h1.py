@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from llmc.export.config import DecoderConfig, Placement
+from llmc.export.config import DecoderConfig
 from llmc.export.families import hybrids
 from llmc.export.keys import Keys
+from llmc.export.parts.norm import Placement
 from llmc.export.reading import read_decoder
 
 RENAMED = (*hybrids.RENAMED, ("feed_forward", "mlp"), ("final_layernorm", "norm"))

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from llmc.export.config import DecoderConfig
 from llmc.export.families import read_text_part
-from llmc.export.families.towers import DEFAULTS as TOWER_DEFAULTS
-from llmc.export.families.towers import read_siglip
 from llmc.export.keys import Keys
-from llmc.export.vision import TowerConfig
+from llmc.export.vision.reading import DEFAULTS as TOWER_DEFAULTS
+from llmc.export.vision.reading import name_projector, read_siglip
+from llmc.export.vision.shapes import TowerConfig
 
 # transformers' defaults: published configs leave these keys out.
 DEFAULTS = {
@@ -18,15 +18,7 @@ DEFAULTS = {
     "max_position_embeddings": 131_072,
     "sliding_window": 4096,
 }
-# As transformers writes them, and as they are published.
-RENAMED = (
-    *((f"{outer}vision_tower{inner}", "vision") for outer in ("", "model.") for inner in ("", ".vision_model")),
-    *(
-        (f"{outer}multi_modal_projector.{name}", f"vision.{own}")
-        for outer in ("", "model.")
-        for name, own in (("mm_soft_emb_norm", "connector_norm"), ("mm_input_projection_weight", "connector.weight"))
-    ),
-)
+RENAMED = name_projector({"mm_soft_emb_norm": "connector_norm", "mm_input_projection_weight": "connector.weight"})
 
 
 def read(keys: Keys) -> DecoderConfig:

@@ -1,10 +1,13 @@
 """Gemma 3: Gemma with norms on both sides and on the heads of q and k, windows in five layers of six, and two ropes."""
 
 from dataclasses import replace
+from typing import Any
 
-from llmc.export.config import SANDWICH, DecoderConfig, NormConfig
+from llmc.export.config import DecoderConfig
+from llmc.export.families.gemma import read_gemma
 from llmc.export.keys import Keys
-from llmc.export.reading import read_decoder, windows_by_pattern
+from llmc.export.parts.norm import SANDWICH
+from llmc.export.reading import windows_by_pattern
 
 
 def read(keys: Keys) -> DecoderConfig:
@@ -12,26 +15,24 @@ def read(keys: Keys) -> DecoderConfig:
     keys.skip("cache_implementation", "_sliding_window_pattern")
     if keys.optional_number("attn_logit_softcapping") is not None:
         keys.leave_out("attn_logit_softcapping", "is not applied by transformers")
-    bias = keys.flag("attention_bias")
-    config = read_decoder(
+    config = read_sandwich(
+        keys, windows=windows_by_pattern(keys, default=6), scale=keys.number("query_pre_attn_scalar", 256.0) ** -0.5
+    )
+    return both_ways(config) if keys.flag("use_bidirectional_attention") else config
+
+
+def read_sandwich(keys: Keys, **differences: Any) -> DecoderConfig:
+    """The part common to Gemma 3 and 4; ``differences`` are keywords of :func:`read_gemma`."""
+    config = read_gemma(
         keys,
-        windows=windows_by_pattern(keys, default=6),
-        default_kv_heads=4,
-        default_head_dim=256,
-        qkv_bias=bias,
-        o_bias=bias,
         qk_norm="head",
-        norm=NormConfig(keys.number("rms_norm_eps", 1e-6), offset=True),
         placement=SANDWICH,
         activation_key="hidden_activation",
         default_theta=1_000_000.0,
         local_theta=("rope_local_base_freq", 10_000.0),
-        default_tied=True,
-        scale=keys.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        **differences,
     )
-    final = keys.optional_number("final_logit_softcapping") or 0.0
-    config = replace(config, embedding_scale=config.hidden_size**0.5, logit_softcap=final)
-    return both_ways(config) if keys.flag("use_bidirectional_attention") else config
+    return replace(config, logit_softcap=keys.optional_number("final_logit_softcapping") or 0.0)
 
 
 def both_ways(config: DecoderConfig) -> DecoderConfig:

@@ -1,11 +1,14 @@
-"""Gemma 4: Gemma 3 with scales of one and normalised values; layers with a factor, inputs and caches of others."""
+"""Gemma 4 text: Gemma 3 with unscaled attention, value norms, a scalar and inputs for each layer, and shared caches."""
 
 from dataclasses import replace
 
-from llmc.export.config import SANDWICH, AttentionConfig, DecoderConfig, Layer, NormConfig
+from llmc.export.config import DecoderConfig, Layer
+from llmc.export.families.gemma3_text import read_sandwich
 from llmc.export.families.mixtures import read_experts
 from llmc.export.keys import Keys
-from llmc.export.reading import read_decoder, windows_by_pattern
+from llmc.export.parts.attention import AttentionConfig
+from llmc.export.parts.norm import SANDWICH
+from llmc.export.reading import windows_by_pattern
 
 # Of the layers that see all positions: in published configs, and for each layer as transformers saves them.
 OWN = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
@@ -37,23 +40,9 @@ def read(keys: Keys, default_per_layer: int = 256) -> DecoderConfig:
     if keys.raw("use_bidirectional_attention") not in (None, "vision"):  # over images, which are left out
         raise keys.error("use_bidirectional_attention", keys.raw("use_bidirectional_attention"), "null or 'vision'")
     keys.skip(*OWN, "per_layer_config")
-    bias, windows = keys.flag("attention_bias"), windows_by_pattern(keys, default=6)
-    config = read_decoder(
-        keys,
-        windows=(*windows[:-1], 0),
-        default_kv_heads=4,
-        default_head_dim=256,
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm="head",
-        norm=NormConfig(keys.number("rms_norm_eps", 1e-6)),
-        placement=SANDWICH,
-        activation_key="hidden_activation",
-        default_activation="gelu_pytorch_tanh",
-        default_theta=1_000_000.0,
-        local_theta=("rope_local_base_freq", 10_000.0),
-        default_tied=True,
-        scale=1.0,
+    windows = windows_by_pattern(keys, default=6)
+    config = read_sandwich(
+        keys, windows=(*windows[:-1], 0), offset=False, default_activation="gelu_pytorch_tanh", scale=1.0
     )
     full = [index for index, layer in enumerate(config.layers) if layer.attention and not layer.attention.window]
     head_dim, kv_heads = _read_own(keys, full)
@@ -74,11 +63,14 @@ def read(keys: Keys, default_per_layer: int = 256) -> DecoderConfig:
     return replace(
         _add_experts(keys, config),
         ropes=(replace(config.ropes[0], dim=head_dim), *config.ropes[1:]),
-        embedding_scale=config.hidden_size**0.5,
-        logit_softcap=keys.optional_number("final_logit_softcapping") or 0.0,
         per_layer=per_layer,
         layer_scalars=True,
     )
+
+
+def read_unified(keys: Keys) -> DecoderConfig:
+    """Gemma 4 12B, by default without inputs for each layer."""
+    return read(keys, default_per_layer=0)
 
 
 def _add_experts(keys: Keys, config: DecoderConfig) -> DecoderConfig:

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from llmc.export.config import DecoderConfig, NormConfig, Placement
+from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
+from llmc.export.parts.norm import NormConfig, Placement
 from llmc.export.reading import read_decoder
 
 PLACEMENT = Placement("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from llmc.export.config import DecoderConfig, NormConfig
+from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
+from llmc.export.parts.norm import NormConfig
 from llmc.export.reading import read_decoder
 
 KEYS = {
@@ -34,8 +35,7 @@ def read(keys: Keys) -> DecoderConfig:
     config = read_decoder(
         keys,
         default_kv_heads=heads,
-        qkv_bias=True,
-        o_bias=True,
+        bias=True,
         mlp_bias=True,
         norm=NormConfig(keys.number("layer_norm_epsilon", 1e-5), "layer", bias=True),
         inner=keys.integer("intermediate_size", 4 * hidden_size),

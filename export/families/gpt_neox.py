@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from llmc.export.config import PARALLEL_TWO_NORMS, PRE, DecoderConfig, NormConfig
+from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
+from llmc.export.parts.norm import PARALLEL_TWO_NORMS, PRE, NormConfig
 from llmc.export.reading import read_decoder
 
 PACKED = (("self_attn.query_key_value", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),)
@@ -26,8 +27,7 @@ def read(keys: Keys) -> DecoderConfig:
     config = read_decoder(
         keys,
         default_kv_heads=keys.integer("num_attention_heads"),
-        qkv_bias=bias,
-        o_bias=bias,
+        bias=bias,
         mlp_bias=True,
         norm=NormConfig(keys.number("layer_norm_eps", 1e-5), "layer", bias=True),
         placement=PARALLEL_TWO_NORMS if keys.flag("use_parallel_residual", True) else PRE,

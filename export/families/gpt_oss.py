@@ -22,6 +22,7 @@ def read(keys: Keys) -> DecoderConfig:
     inner, biased = keys.integer("intermediate_size"), keys.flag("attention_bias", True)
     experts = replace(
         read_experts(keys, inner, normalized=True, count=128),
+        bias=True,
         limit=keys.number("swiglu_limit", 7.0),
         alpha=keys.number("swiglu_alpha", 1.702),
         transposed=True,
@@ -33,8 +34,7 @@ def read(keys: Keys) -> DecoderConfig:
         keys,
         windows=windows_by_type(keys, window, every_other),
         default_head_dim=64,
-        qkv_bias=biased,
-        o_bias=biased,
+        bias=biased,
         default_theta=150_000.0,
     )
     config = config.change_attentions(lambda _, attention: replace(attention, sinks=True))

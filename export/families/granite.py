@@ -9,12 +9,10 @@ from llmc.export.reading import read_decoder
 
 def read(keys: Keys) -> DecoderConfig:
     """Biases are configurable, as in Llama."""
-    bias = keys.flag("attention_bias")
     config = read_decoder(
         keys,
         default_kv_heads=keys.integer("num_attention_heads"),
-        qkv_bias=bias,
-        o_bias=bias,
+        bias=keys.flag("attention_bias"),
         mlp_bias=keys.flag("mlp_bias"),
         scale=keys.number("attention_multiplier", 1.0),
     )

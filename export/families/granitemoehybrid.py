@@ -20,12 +20,10 @@ def read(keys: Keys) -> DecoderConfig:
     keys.skip(*TRAINING, "num_experts_per_tok", "intermediate_size", "init_method")
     layers = keys.integer("num_hidden_layers")
     rotated = keys.choice("position_embedding_type", ("rope", "nope"), "nope") == "rope"
-    bias = keys.flag("attention_bias")
     config = read_decoder(
         keys,
         default_kv_heads=keys.integer("num_attention_heads"),
-        qkv_bias=bias,
-        o_bias=bias,
+        bias=keys.flag("attention_bias"),
         inner=keys.integer("shared_intermediate_size", 1024),
         rotated=(rotated,) * layers,
         scale=keys.number("attention_multiplier", 1.0),

@@ -21,15 +21,13 @@ UNUSED = (
 def read(keys: Keys) -> DecoderConfig:
     """``use_cla`` would share keys and values between layers."""
     keys.skip(*UNUSED)
-    bias = keys.flag("attention_bias")
     for name, value in (("use_cla", False), ("use_qk_norm", True), ("mlp_bias", False)):
         if keys.flag(name, value) != value:
             raise keys.error(name, not value, str(value).lower())
     config = read_decoder(
         keys,
         default_kv_heads=keys.integer("num_attention_heads"),
-        qkv_bias=bias,
-        o_bias=bias,
+        bias=keys.flag("attention_bias"),
         qk_norm="head_after_rope",
         rope_types=ROPE_TYPES,
     )

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from llmc.export.config import Layer, RecurrentConfig
+from llmc.export.config import Layer
 from llmc.export.keys import Keys
+from llmc.export.parts.recurrent import RecurrentConfig
 
 # A layer's projections of Mamba 2 lie in one tensor.
 PACKED = (("recurrent.all_proj", ("recurrent.gate_proj", "recurrent.in_proj", "recurrent.decay_proj")),)

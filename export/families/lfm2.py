@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
-from llmc.export.config import DecoderConfig, Placement, RecurrentConfig
+from llmc.export.config import DecoderConfig
 from llmc.export.families.hybrids import recurrent_layers
 from llmc.export.keys import Keys
+from llmc.export.parts.norm import Placement
+from llmc.export.parts.recurrent import RecurrentConfig
 from llmc.export.reading import read_decoder
 
 KEYS = {"norm_eps": "rms_norm_eps", "block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
@@ -38,7 +40,8 @@ def read(keys: Keys, inner: int = 0) -> DecoderConfig:
     attending = list(range(layers)) if attending is None else attending
     if not isinstance(attending, list) or any(index not in range(layers) for index in attending):
         raise keys.error("full_attn_idxs", attending, f"indices of the {layers} layers")
-    mixer = RecurrentConfig("conv", config.hidden_size, keys.integer("conv_L_cache", 3), bias=keys.flag("conv_bias"))
+    taps, bias = keys.integer("conv_L_cache", 3), keys.flag("conv_bias")
+    mixer = RecurrentConfig(rule="conv", channels=config.hidden_size, taps=taps, bias=bias)
     default = tuple(i not in attending for i in range(layers))
     return replace(config, layers=recurrent_layers(keys, config.layers, mixer, ("conv",), default), renamed=RENAMED)
 

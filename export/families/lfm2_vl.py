@@ -5,18 +5,11 @@ from dataclasses import replace
 
 from llmc.export.config import DecoderConfig
 from llmc.export.families import read_text_part
-from llmc.export.families.towers import DEFAULTS, read_siglip
 from llmc.export.keys import Keys
-from llmc.export.vision import TowerConfig
+from llmc.export.vision.reading import DEFAULTS, name_projector, read_siglip
+from llmc.export.vision.shapes import TowerConfig
 
-RENAMED = (
-    *((f"{outer}vision_tower{inner}", "vision") for outer in ("", "model.") for inner in ("", ".vision_model")),
-    *(
-        (f"{outer}multi_modal_projector.{name}", f"vision.{own}")
-        for outer in ("", "model.")
-        for name, own in (("layer_norm", "connector_norm"), ("linear_1", "connector_hidden"), ("linear_2", "connector"))
-    ),
-)
+RENAMED = name_projector({"layer_norm": "connector_norm", "linear_1": "connector_hidden", "linear_2": "connector"})
 # What published configs repeat of the processor's.
 PROCESSORS = (
     *("do_image_splitting", "encoder_patch_size", "max_image_tokens", "max_num_patches", "max_pixels_tolerance"),

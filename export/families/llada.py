@@ -25,14 +25,8 @@ PLAIN |= dict.fromkeys(("layer_norm_with_affine", "rope", "rope_full_precision")
 PLAIN |= {"block_group_size": 1, "block_type": "llama", "layer_norm_type": "rms"}
 # Of training, and of parts that the keys above turn off.
 SKIPPED = (
-    *(
-        "alibi_bias_max",
-        "attention_layer_norm_with_affine",
-        "embedding_dropout",
-        "flash_attention",
-        "init_cutoff_factor",
-    ),
-    *("init_device", "init_fn", "init_std", "mlp_ratio", "precision", "residual_dropout"),
+    *("alibi_bias_max", "attention_layer_norm_with_affine", "embedding_dropout", "flash_attention"),
+    *("init_cutoff_factor", "init_device", "init_fn", "init_std", "mlp_ratio", "precision", "residual_dropout"),
 )
 RENAMED = (
     *(("model.transformer.wte", "model.embed_tokens"), ("model.transformer.blocks", "model.layers")),

@@ -7,11 +7,9 @@ from llmc.export.reading import read_decoder
 
 def read(keys: Keys) -> DecoderConfig:
     """Biases are configurable. Llama 1 has no ``num_key_value_heads``."""
-    bias = keys.flag("attention_bias")
     return read_decoder(
         keys,
         default_kv_heads=keys.integer("num_attention_heads"),
-        qkv_bias=bias,
-        o_bias=bias,
+        bias=keys.flag("attention_bias"),
         mlp_bias=keys.flag("mlp_bias"),
     )

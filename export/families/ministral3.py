@@ -20,4 +20,4 @@ def read(keys: Keys) -> DecoderConfig:
     if rope.raw("llama_4_scaling_beta") is None:
         return config
     growth, period = rope.number("llama_4_scaling_beta"), rope.integer("original_max_position_embeddings")
-    return config.change_attentions(lambda _, it: replace(it, query_growth=growth, growth_period=period))
+    return config.change_attentions(lambda _, it: replace(it, query_growth=growth, grows_after=period))

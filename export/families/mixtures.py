@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
-from llmc.export.config import DecoderConfig, ExpertsConfig, MlpConfig
+from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
+from llmc.export.parts.experts import ExpertsConfig
+from llmc.export.parts.mlp import MlpConfig
 
 # Learning alone reads these.
 TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef")
@@ -21,7 +23,7 @@ def read_experts(keys: Keys, inner: int, *, normalized: bool, count: int | None 
     experts, chosen = keys.integer("num_experts", count), keys.integer("num_experts_per_tok")
     if chosen > experts:
         raise keys.error("num_experts_per_tok", chosen, f"at most num_experts={experts}")
-    return ExpertsConfig(experts, chosen, inner, normalized=normalized)
+    return ExpertsConfig(count=experts, chosen=chosen, inner=inner, normalized=normalized)
 
 
 def read_groups(keys: Keys, experts: ExpertsConfig, best: int) -> ExpertsConfig:

@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
-from llmc.export.config import STEEP, DecoderConfig, Layer, NormConfig, Placement
+from llmc.export.config import DecoderConfig, Layer
 from llmc.export.families import hybrids
 from llmc.export.families.mixtures import read_experts, read_groups
 from llmc.export.keys import Keys
+from llmc.export.parts.experts import STEEP
+from llmc.export.parts.norm import NormConfig, Placement
 from llmc.export.reading import read_decoder
 
 KEYS = {

@@ -11,9 +11,8 @@ from llmc.export.reading import read_decoder
 def read(keys: Keys) -> DecoderConfig:
     """Every layer has experts, ``intermediate_size`` wide."""
     keys.rename({"num_local_experts": "num_experts"})
-    bias = keys.flag("attention_bias")
     config = read_decoder(
-        keys, default_kv_heads=keys.integer("num_attention_heads"), qkv_bias=bias, o_bias=bias, qk_norm="whole"
+        keys, default_kv_heads=keys.integer("num_attention_heads"), bias=keys.flag("attention_bias"), qk_norm="whole"
     )
     experts = read_experts(keys, keys.integer("intermediate_size"), normalized=keys.flag("norm_topk_prob"), count=64)
     return replace(put_experts(config, experts), renamed=RENAMED)

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from llmc.export.config import PARALLEL, DecoderConfig, NormConfig
+from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
+from llmc.export.parts.norm import PARALLEL, NormConfig
 from llmc.export.reading import read_decoder
 
 RENAMED = (
@@ -25,8 +26,7 @@ def read(keys: Keys) -> DecoderConfig:
     config = read_decoder(
         keys,
         default_kv_heads=keys.integer("num_attention_heads"),
-        qkv_bias=True,
-        o_bias=True,
+        bias=True,
         mlp_bias=True,
         norm=NormConfig(keys.number("layer_norm_eps", 1e-5), "layer", bias=True),
         placement=PARALLEL,

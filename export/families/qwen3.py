@@ -7,7 +7,6 @@ from llmc.export.reading import read_decoder, windows_from_layer
 
 def read(keys: Keys) -> DecoderConfig:
     """``attention_bias`` covers q, k, v and o; transformers' default of head_dim is 128."""
-    bias = keys.flag("attention_bias")
     return read_decoder(
-        keys, windows=windows_from_layer(keys), default_head_dim=128, qkv_bias=bias, o_bias=bias, qk_norm="head"
+        keys, windows=windows_from_layer(keys), default_head_dim=128, bias=keys.flag("attention_bias"), qk_norm="head"
     )

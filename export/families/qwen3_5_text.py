@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
-from llmc.export.config import DecoderConfig, NormConfig, RecurrentConfig
+from llmc.export.config import DecoderConfig
 from llmc.export.families.hybrids import recurrent_layers
 from llmc.export.keys import Keys
+from llmc.export.parts.norm import NormConfig
+from llmc.export.parts.recurrent import RecurrentConfig
 from llmc.export.reading import read_decoder
 
 RENAMED = (
@@ -27,13 +29,11 @@ def read(keys: Keys, inner: int | None = None) -> DecoderConfig:
     key_dim, value_dim = keys.integer("linear_key_head_dim", 128), keys.integer("linear_value_head_dim", 128)
     if value_heads % key_heads:
         raise keys.error("linear_num_value_heads", value_heads, f"a multiple of linear_num_key_heads={key_heads}")
-    bias = keys.flag("attention_bias")
     config = read_decoder(
         keys,
         default_kv_heads=4,
         default_head_dim=256,
-        qkv_bias=bias,
-        o_bias=bias,
+        bias=keys.flag("attention_bias"),
         qk_norm="head",
         norm=NormConfig(keys.number("rms_norm_eps", 1e-6), offset=True),
         partial=0.25,

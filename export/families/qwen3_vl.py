@@ -2,10 +2,11 @@
 
 from llmc.export.config import DecoderConfig
 from llmc.export.families import read_text_part
-from llmc.export.families.towers import QWEN_KEYS, QWEN_ROPES, place_by_axes, read_qwen_tower
+from llmc.export.families.qwen2_5_vl import QWEN_ROPES, place_by_axes
 from llmc.export.keys import Keys
 from llmc.export.reading import read_decoder
-from llmc.export.vision import PatchTowerConfig
+from llmc.export.vision.reading import QWEN_KEYS, read_qwen_tower
+from llmc.export.vision.shapes import PatchTowerConfig
 
 
 def read(keys: Keys) -> DecoderConfig:
@@ -18,9 +19,8 @@ def read(keys: Keys) -> DecoderConfig:
 
 def read_text(keys: Keys) -> DecoderConfig:
     """The text part: Qwen3 without windows."""
-    bias = keys.flag("attention_bias")
     return read_decoder(
-        keys, default_head_dim=128, qkv_bias=bias, o_bias=bias, qk_norm="head", default_theta=5e5, **QWEN_ROPES
+        keys, default_head_dim=128, bias=keys.flag("attention_bias"), qk_norm="head", default_theta=5e5, **QWEN_ROPES
     )
 
 

@@ -13,8 +13,7 @@ def read(keys: Keys) -> DecoderConfig:
     return read_decoder(
         keys,
         windows=windows_by_type(keys, window, tuple(not turned for turned in rotated)),
-        qkv_bias=bias,
-        o_bias=bias,
+        bias=bias,
         mlp_bias=keys.flag("mlp_bias"),
         default_theta=2_000_000.0,
         default_tied=True,

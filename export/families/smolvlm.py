@@ -2,9 +2,9 @@
 
 from llmc.export.config import DecoderConfig
 from llmc.export.families import read_text_part
-from llmc.export.families.towers import read_siglip
 from llmc.export.keys import Keys
-from llmc.export.vision import TowerConfig
+from llmc.export.vision.reading import read_siglip
+from llmc.export.vision.shapes import TowerConfig
 
 KINDS = ("smolvlm_vision", "idefics3_vision", "siglip_vision_model", "idefics3")
 # Patches of a side of a tile for which transformers gives each the position where it lies: it finds positions by

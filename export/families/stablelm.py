@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from llmc.export.config import PARALLEL, PRE, DecoderConfig, NormConfig
+from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
+from llmc.export.parts.norm import PARALLEL, PRE, NormConfig
 from llmc.export.reading import read_decoder
 
 

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from llmc.export.config import DecoderConfig, NormConfig
+from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
+from llmc.export.parts.norm import NormConfig
 from llmc.export.reading import read_decoder
 
 LEFT_OVER = (  # from its predecessor, gpt_bigcode; transformers ignores them
@@ -22,8 +23,7 @@ def read(keys: Keys) -> DecoderConfig:
     config = read_decoder(
         keys,
         windows=(window,) * keys.integer("num_hidden_layers"),
-        qkv_bias=bias,
-        o_bias=bias,
+        bias=bias,
         mlp_bias=bias,
         norm=NormConfig(keys.number("norm_epsilon", 1e-5), "layer", bias=True),
         gated=False,

@@ -14,7 +14,7 @@ from llmc.bundle.model.linear import Codes
 from llmc.bundle.model.names import PER_LAYER
 from llmc.bundle.model.vision import Vision
 from llmc.errors import CheckpointError, printable
-from llmc.export.config import DecoderConfig, attentions, parameter_shapes
+from llmc.export.config import DecoderConfig
 from llmc.export.families import drop_vision, read_config
 from llmc.export.keys import Keys
 from llmc.export.sources.adapters import Adapter, merge_adapters, read_adapter
@@ -25,10 +25,10 @@ from llmc.export.sources.made import MadeTensor
 from llmc.export.sources.modules import prefix_names, read_ending, replace_head
 from llmc.export.sources.packing import unpack_weights
 from llmc.export.sources.parameters import Tensors, decoder_tensors, explain_shape, rename_tower, tower_tensors
-from llmc.export.sources.processor import IMAGES_FILE, PROCESSOR_FILE, read_vision
 from llmc.export.sources.quantization import read_quantization
 from llmc.export.sources.safetensors import DTYPE_NAMES, FLOATS, StoredTensor, read_shards
 from llmc.export.sources.tokens import cut_tokenizer, read_tokens
+from llmc.export.vision.processor import IMAGES_FILE, PROCESSOR_FILE, read_vision
 from llmc.ggml import LAYOUTS
 from llmc.origin import find_own_file, fingerprint
 
@@ -153,7 +153,7 @@ def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: b
     tensors_in_files = _merge(folder, config, prefix_names(stored) if ending else stored, adapters)
     if ending is not None:
         config, tensors_in_files = replace_head(folder, config, ending, tensors_in_files)
-    elif config.diffusion is None and not all(item.causal for item in attentions(config)):
+    elif config.diffusion is None and not all(item.causal for item in config.geometry.attentions):
         raise CheckpointError(
             f"{folder}: this model also attends to later tokens, so it generates no text, and without modules.json its "
             "kind of embedding is unknown; download all files of the checkpoint"
@@ -234,7 +234,7 @@ def _read_tokenizer(folder: Path, vocab_size: int) -> tuple[dict[str, str], list
 
 
 def match_tensors(folder: Path, config: DecoderConfig, found: Tensors) -> Tensors:
-    expected = parameter_shapes(config)
+    expected = config.parameter_shapes
     for name, shape in expected.items():
         if name not in found:
             raise CheckpointError(_explain_missing(folder, name, config))
@@ -264,7 +264,7 @@ def match_tensors(folder: Path, config: DecoderConfig, found: Tensors) -> Tensor
 def _explain_missing(folder: Path, name: str, config: DecoderConfig) -> str:
     hint = "the head is not tied (tie_word_embeddings=false); " if name == HEAD else ""
     return (
-        f"{folder}: tensor {name} is missing; {hint}expected the {len(parameter_shapes(config))} tensors of a "
+        f"{folder}: tensor {name} is missing; {hint}expected the {len(config.parameter_shapes)} tensors of a "
         f"{config.model_type} decoder with {len(config.layers)} layers; check {CONFIG_FILE} or download the checkpoint "
         "again"
     )

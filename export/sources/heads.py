@@ -18,10 +18,12 @@ from llmc import bundle
 from llmc.bundle.model.cache import Cache
 from llmc.bundle.model.draft_head import CENTROIDS, HEAD_INPUT, HEAD_OUTPUT
 from llmc.errors import CheckpointError
-from llmc.export.config import BESIDE, AttentionConfig, DecoderConfig, HeadConfig
+from llmc.export.config import DecoderConfig
 from llmc.export.families import read_config
 from llmc.export.families.gemma4 import MORE, OTHER_PARTS
+from llmc.export.heads.shapes import BESIDE, HeadConfig
 from llmc.export.keys import Keys
+from llmc.export.parts.attention import AttentionConfig
 from llmc.export.sources.checkpoint import (
     CONFIG_FILE,
     EMBEDDING,
@@ -90,7 +92,8 @@ def _read_part(folder: Path, base: DecoderConfig, stored: Tensors) -> tuple[Deco
     tensors |= {"model.target_norm.weight": renamed[FINAL_NORM], EMBEDDING: renamed[EMBEDDING]}
     if not base.tied_head and HEAD in renamed:
         tensors[HEAD] = renamed[HEAD]
-    head = HeadConfig((len(base.layers),), base.hidden_size, beside=False)
+    width = base.hidden_size
+    head = HeadConfig(borders=(len(base.layers),), width=width, own_width=width, beside=False)
     return replace(base, layers=(layer,), axes=(), renamed=(), left_out=(), head=head), tensors
 
 
@@ -142,9 +145,8 @@ def _read_assistant(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors
     if tied and table is not None:
         tensors[HEAD] = table
     tensors |= {EMBEDDING: _copy(model, EMBEDDING), "model.target_norm.weight": _copy(model, FINAL_NORM)}
-    head = HeadConfig(
-        (len(base.layers),), width, beside=False, lent=tuple(cache for cache in listed.values() if cache.name in used)
-    )
+    lent = tuple(cache for cache in listed.values() if cache.name in used)
+    head = HeadConfig(borders=(len(base.layers),), width=width, own_width=width, beside=False, lent=lent)
     if clustered:
         head = replace(head, clusters=_read_clusters(folder, ordering, base.vocab_size, count), best=min(best, count))
     scale, positions = base.embedding_scale, base.max_positions
@@ -207,7 +209,14 @@ def _read_eagle(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors) ->
     if EMBEDDING not in tensors:
         tensors[EMBEDDING] = _copy(model, EMBEDDING)
     vocab, rows = model.config.vocab_size, tensors[HEAD].shape[0] if HEAD in tensors else 0
-    head = HeadConfig(borders, model.config.hidden_size, beside=True, normed=normed, input_norm=input_norm)
+    head = HeadConfig(
+        borders=borders,
+        width=model.config.hidden_size,
+        own_width=config.hidden_size,
+        beside=True,
+        normed=normed,
+        input_norm=input_norm,
+    )
     if offsets is not None:
         head = replace(head, tokens=_read_tokens(folder, offsets, rows, vocab), rows=rows)
     layer = replace(config.layers[0], placement=BESIDE)

@@ -16,8 +16,10 @@ from llmc import strict
 from llmc.bundle import CONFIG_FILE
 from llmc.bundle.model.encoder import DENSE, SCORE, Pooling
 from llmc.errors import CheckpointError
-from llmc.export.config import DecoderConfig, DenseConfig, EncoderConfig, Rope
+from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
+from llmc.export.parts.encoder import DenseConfig, EncoderConfig
+from llmc.export.parts.rope import Rope
 from llmc.export.sources.codes import Weight
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.safetensors import FLOATS, SINGLE_FILE, StoredTensor, read_shard
@@ -71,7 +73,9 @@ def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
         padding = config.get("pad_token_id")  # transformers scores at the last token that is not padding
         padding = padding if type(padding) is int and padding >= 0 else None
         sigmoid = _sigmoid(folder, config)
-        encoder = EncoderConfig("scores", "last", template=template, sigmoid=sigmoid, padding=padding)
+        encoder = EncoderConfig(
+            result="scores", pooling="last", width=1, template=template, sigmoid=sigmoid, padding=padding
+        )
     elif kinds[:1] == ["Pooling"] and set(kinds) <= {"Pooling", "Dense", "Normalize"} and not template:
         encoder = _read_encoder(folder, modules)
     else:
@@ -95,8 +99,7 @@ def replace_head(
     folder: Path, config: DecoderConfig, ending: Ending, stored: Mapping[str, Weight]
 ) -> tuple[DecoderConfig, dict[str, Weight]]:
     """The decoder with an encoder's modules instead of its head, and the tensors of both."""
-    end, tensors = ending.encoder, dict(stored)
-    _check_widths(folder, config, end)
+    end, tensors = _measure(folder, config, ending.encoder), dict(stored)
     head = tensors.pop(HEAD_WEIGHT, tensors.get(TABLE_WEIGHT) if config.tied_head else None)
     for number, row in enumerate(end.score_rows):
         tensors[f"{SCORE}.{number}.weight"] = _row(folder, head, row)
@@ -114,7 +117,8 @@ def _factors(rope: Rope, longest: int) -> tuple[float, ...]:
     return rope.long_factors if rope.long_factors and longest > rope.original_max_positions else rope.factors
 
 
-def _check_widths(folder: Path, config: DecoderConfig, end: EncoderConfig) -> None:
+def _measure(folder: Path, config: DecoderConfig, end: EncoderConfig) -> EncoderConfig:
+    """The end with the width of its result, after a check that its parts fit the decoder."""
     width = config.hidden_size
     for layer in end.dense:
         if layer.inputs != width:
@@ -125,6 +129,7 @@ def _check_widths(folder: Path, config: DecoderConfig, end: EncoderConfig) -> No
             f"{folder}: LogitScore names the tokens {list(end.score_rows)}, but {CONFIG_FILE} says "
             f"vocab_size={config.vocab_size}; download it again"
         )
+    return end if end.result == "scores" else replace(end, width=width)
 
 
 def _row(folder: Path, head: Weight | None, row: int) -> StoredTensor:
@@ -203,9 +208,10 @@ def _texts(folder: Path) -> tuple[int, bool]:
 
 
 def _read_encoder(folder: Path, modules: Mapping[str, list[str]]) -> EncoderConfig:
+    pooling = modules["Pooling"][0]
     return EncoderConfig(
-        "embeddings",
-        _read_pooling(folder / modules["Pooling"][0] / CONFIG_FILE, _read_required(folder, modules["Pooling"][0])),
+        result="embeddings",
+        pooling=_read_pooling(folder / pooling / CONFIG_FILE, _read_required(folder, pooling)),
         normalized="Normalize" in modules,
         dense=tuple(
             _dense(folder / name / CONFIG_FILE, _read_required(folder, name)) for name in modules.get("Dense", ())
@@ -246,7 +252,9 @@ def _logit_score(folder: Path, name: str, sigmoid: bool, template: bool) -> Enco
     false_token = keys.optional_integer("false_token_id")
     keys.finish()
     rows += [] if false_token is None else [false_token]
-    return EncoderConfig("scores", "last", template=template, score_rows=tuple(rows), sigmoid=sigmoid)
+    return EncoderConfig(
+        result="scores", pooling="last", width=1, template=template, score_rows=tuple(rows), sigmoid=sigmoid
+    )
 
 
 def _sigmoid(folder: Path, config: Mapping[str, Any]) -> bool:

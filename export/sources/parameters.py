@@ -19,22 +19,13 @@ from llmc.bundle.model.attention import Attention
 from llmc.bundle.model.recurrent import Recurrent
 from llmc.bundle.model.vision import TOWER
 from llmc.errors import CheckpointError
-from llmc.export.config import (
-    STEEP,
-    DecoderConfig,
-    RecurrentConfig,
-    attentions,
-    linears,
-    list_packed_parameters,
-    mixtures,
-    norms,
-    parameter_shapes,
-    recurrents,
-)
+from llmc.export.config import DecoderConfig
+from llmc.export.parts.experts import STEEP
+from llmc.export.parts.recurrent import RecurrentConfig
 from llmc.export.sources.codes import GgmlTensor, Mxfp4Tensor, QuantizedTensor, Weight, join_stacks, rows_of
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.safetensors import FLOATS, StoredTensor
-from llmc.export.vision import TowerConfig
+from llmc.export.vision.shapes import TowerConfig
 
 Tensors = dict[str, Weight]
 Array = NDArray[Any]
@@ -50,8 +41,8 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
     Quantized weights are always stored as [outputs, inputs].
     """
     tensors = _stack_experts(folder, config, renamed)
-    shapes, parameters = parameter_shapes(config), Tensors(tensors)
-    for packed, names in list_packed_parameters(config).items():
+    shapes, parameters = config.parameter_shapes, Tensors(tensors)
+    for packed, names in config.packed_parameters.items():
         if packed in tensors and names[0] in shapes:  # a layer may lack this part
             del parameters[packed]
             parts = [shapes[name] for name in names]
@@ -67,14 +58,14 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
         )
     for name in list_offset_norms(config) & tensors.keys():
         parameters[name] = _make_view(folder, tensors[name], _plus_one, tensors[name].shape, "F32")
-    for item in recurrents(config):
+    for item in config.geometry.recurrents:
         parameters |= _convert_recurrent(folder, config, item, tensors)
-    for attention in attentions(config):
+    for attention in config.geometry.attentions:
         _convert_head_norms(folder, attention, shapes, parameters)
     for name in _list_norms_of_ones(config, shapes):
         parameters[name] = MadeTensor("F32", shapes[name], partial(_filled, 1.0, shapes[name]))
     plain = {name for name, tensor in tensors.items() if not isinstance(tensor, QuantizedTensor)}
-    transposed = {f"{linear.name}.weight" for linear in linears(config)[:-1]} if config.transposed else set()
+    transposed = {f"{linear.name}.weight" for linear in config.geometry.linears[:-1]} if config.transposed else set()
     for name in transposed & plain:
         parameters[name] = _make_view(folder, tensors[name], np.transpose, tensors[name].shape[::-1])
     return parameters
@@ -116,14 +107,14 @@ def _convert_recurrent(folder: Path, config: DecoderConfig, item: Recurrent, ten
 
 def _list_norms_of_ones(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Norms whose weight is one, because none is stored, or because the stored one differs by head or group."""
-    values = [f"{item.name}.v_norm.weight" for item in attentions(config)]
+    values = [f"{item.name}.v_norm.weight" for item in config.geometry.attentions]
     values += [
-        f"{item.name}.{p}_norm.weight"
-        for item in attentions(config)
+        f"{it.name}.{p}_norm.weight"
+        for it in config.geometry.attentions
         for p in "qk"
-        if f"{item.name}.{p}_scale" in shapes
+        if f"{it.name}.{p}_scale" in shapes
     ]
-    grouped = [f"{item.name}.norm.weight" for item in recurrents(config) if f"{item.name}.norm_scale" in shapes]
+    grouped = [f"{item.name}.norm.weight" for item in config.geometry.recurrents if f"{item.name}.norm_scale" in shapes]
     return [name for name in (*values, *grouped) if name in shapes]
 
 
@@ -164,16 +155,16 @@ def _read_flat(folder: Path, tensors: Sequence[Weight]) -> Iterator[Array]:
 
 def list_offset_norms(config: DecoderConfig) -> set[str]:
     plain = {
-        f"{item.name}.norm" for item in recurrents(config)
+        f"{item.name}.norm" for item in config.geometry.recurrents
     }  # norms after a recurrence store their weights unchanged
-    listed = {norm.name for norm in norms(config)} - plain
+    listed = {norm.name for norm in config.geometry.norms} - plain
     return {f"{name}.weight" for name in listed} if config.norm.offset else set()
 
 
 def _list_transposed_stacks(config: DecoderConfig) -> set[str]:
     """Names of all experts' weights that the checkpoint stores as [experts, inputs, outputs]."""
     turned = {index for index, layer in enumerate(config.layers) if layer.experts and layer.experts.transposed}
-    return {f"{part.name}.weight" for item in mixtures(config) if item.layer in turned for part in item.parts}
+    return {f"{part.name}.weight" for item in config.geometry.mixtures if item.layer in turned for part in item.parts}
 
 
 def explain_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
@@ -207,7 +198,7 @@ def rename_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, T])
 def _stack_experts(folder: Path, config: DecoderConfig, tensors: Tensors) -> Tensors:
     """Stack the weights of a layer's experts into one tensor, if experts, or gate and up, are stored separately."""
     stacked = Tensors(tensors)
-    for item in mixtures(config):
+    for item in config.geometry.mixtures:
         experts = config.layers[item.layer].experts
         assert experts is not None
         halves = [f"{item.name}.{part}_proj.weight" for part in ("gate", "up")]

@@ -148,38 +148,23 @@ class Request:
 
 @dataclass(frozen=True)
 class BuildRequest(Request):
-    """A build as a caller asks for it: a recipe's keys, which override those of ``recipe``, and the fields below.
+    """A build as a caller asks for it: keys of a recipe, which override those of ``recipe``, and these fields."""
 
-    Attributes:
-        source: folder written by ``llmc export``.
-        output: bundle folder to write; a plan has none.
-        target: cpu, cuda, tensorrt or tensorrt-rtx.
-        recipe: TOML file, or its contents.
-        decoder: opens the unquantized decoder of an export on a device, for calibration; the command line passes
-            ``llmc.export.streaming.StreamedDecoder``. None: nothing is calibrated.
-        calibration: plain text, or chats as JSONL; default: the text that comes with llmc.
-        samples: windows of that text, at most; default 16.
-        length: tokens of each window; default 512, or the model's context where that is shorter.
-        draft_head: export of the draft head that the bundle gives its hidden states to.
-        stages: bytes of the box of each stage that the model is cut into, or a zero for each.
-        text: plain text, or chats as JSONL, that quality is judged on; default: a short one of llmc's.
-        memory: bytes that building may take; default: what is available.
-        force: replace an existing bundle.
-    """
-
-    source: Path
-    output: Path = Path()
-    target: str = "cpu"
-    recipe: Path | Request | None = None
+    source: Path  # folder written by ``llmc export``
+    output: Path = Path()  # bundle folder to write; a plan has none
+    target: str = "cpu"  # cpu, cuda, tensorrt or tensorrt-rtx
+    recipe: Path | Request | None = None  # TOML file, or its contents
+    # opens the unquantized decoder of an export on a device, for calibration; the command line passes
+    # ``llmc.export.streaming.StreamedDecoder``. None: nothing is calibrated
     decoder: Callable[[Path, str], Any] | None = None
-    calibration: Path | None = None
-    samples: int | None = None
-    length: int | None = None
-    draft_head: Path | None = None
-    stages: tuple[int, ...] | None = None
-    text: Path | None = None
-    memory: int | None = None
-    force: bool = False
+    calibration: Path | None = None  # plain text, or chats as JSONL; default: the text that comes with llmc
+    samples: int | None = None  # windows of that text, at most; default 16
+    length: int | None = None  # tokens of each window; default 512, or the model's context if that is shorter
+    draft_head: Path | None = None  # export of the draft head that the bundle gives its hidden states to
+    stages: tuple[int, ...] | None = None  # bytes of the box of each stage that the model is cut into, or zeros
+    text: Path | None = None  # plain text, or chats as JSONL, that quality is judged on; default: one of llmc's
+    memory: int | None = None  # bytes that building may take; default: what is available
+    force: bool = False  # replace an existing bundle
 
     @property
     def name(self) -> str:

@@ -235,6 +235,6 @@ def test_inspect_shows_the_engine_in_words(llmc: Any, save: Callable[..., Path])
     assert shown["calls"] == "decode of 4 rows, prefill of 128 tokens with logits of 32"
     assert shown["verified"] == "its graph on the CPU; the engine itself has not been run"
     assert shown["GPU memory at 512 tokens x 1"] == (
-        "994.0 MB = 400.0 MB context + 50.0 MB weights + 30.0 MB workspace + 512.0 MB cache + 2.0 MB logits"
+        "994.0 MB = 400.0 MB context + 50.0 MB weights + 512.0 MB cache + 30.0 MB workspace + 2.0 MB logits"
     )
     assert {"compiler flags", "engine attention"}.isdisjoint(shown)

@@ -55,20 +55,6 @@ def test_sizes_are_decimal(count: int, text: str):
     assert output.size(count) == text
 
 
-@pytest.mark.parametrize(
-    ("count", "text"), [(12, "12"), (65_536, "65,536"), (494_032_768, "494.0 million"), (1_235_814_400, "1.24 billion")]
-)
-def test_amounts_are_read_by_people(count: int, text: str):
-    assert output.amount(count) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(2, "about 10 s"), (44, "about 40 s"), (94, "about 90 s"), (96, "about 2 min")]
-)
-def test_times_are_rough(seconds: float, text: str):
-    assert output.minutes(seconds) == text
-
-
 def test_tables_are_aligned_and_end_without_blanks(capsys: pytest.CaptureFixture[str]):
     output.print_table(("bundle", "size"), [("int8", "5 MB"), ("int4 [bold]", "30 MB")], numbers=True)
     assert capsys.readouterr().out.splitlines() == ["bundle        size", "int8          5 MB", "int4 [bold]  30 MB"]

@@ -76,7 +76,7 @@ def test_models_that_embed_are_refused_where_the_table_says_no(rows, target):
     [row] = [row for row in rows[1:] if not names(row[0])]
     [cell] = [cell for head, cell in zip(rows[0], row, strict=True) if target in names(head)]
     with pytest.raises(UsageError, check=about("target")) if cell == REFUSED else nullcontext():
-        encoder = replace(heads_of(8), encoder=Encoder("scores", "last", 1, False, False))
+        encoder = replace(heads_of(8), encoder=Encoder(result="scores", pooling="last", width=1))
         refuse(encoder, *Request().features(TARGETS[target]))
 
 

@@ -3,7 +3,11 @@
 from llmc.bundle import Geometry
 from llmc.bundle.model.linear import Linear
 from llmc.bundle.model.vision import Markers, Tiling, Vision
-from llmc.export.config import AttentionConfig, DecoderConfig, Layer, MlpConfig, NormConfig, Rope
+from llmc.export.config import DecoderConfig, Layer
+from llmc.export.parts.attention import AttentionConfig
+from llmc.export.parts.mlp import MlpConfig
+from llmc.export.parts.norm import NormConfig
+from llmc.export.parts.rope import Rope
 
 # What export writes for SmolVLM2.
 VISION = Vision(
@@ -40,10 +44,12 @@ def uniform(
 ) -> Geometry:
     """What export would write for such a decoder."""
     assert len(windows) == layers
-    attentions = (AttentionConfig(heads, kv_heads, head_dim, window) for window in windows)
+    attentions = (
+        AttentionConfig(heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window) for window in windows
+    )
     return DecoderConfig(
         model_type=model_type,
-        layers=tuple(Layer(attention, MlpConfig(intermediate_size)) for attention in attentions),
+        layers=tuple(Layer(attention, MlpConfig(inner=intermediate_size)) for attention in attentions),
         ropes=(Rope(head_dim, 10_000.0),),
         hidden_size=hidden_size,
         vocab_size=vocab_size,

@@ -18,18 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import relu, silu, softplus
 
-from llmc.export.config import (
-    AttentionConfig,
-    DecoderConfig,
-    ExpertsConfig,
-    Layer,
-    MlpConfig,
-    RecurrentConfig,
-    Rope,
-    parameter_shapes,
-)
+from llmc.export.config import DecoderConfig, Layer
 from llmc.export.families import FAMILIES
 from llmc.export.keys import Keys
+from llmc.export.parts.attention import AttentionConfig
+from llmc.export.parts.experts import ExpertsConfig
+from llmc.export.parts.mlp import MlpConfig
+from llmc.export.parts.recurrent import RecurrentConfig
+from llmc.export.parts.rope import Rope
 from llmc.export.reading import read_decoder
 
 HIDDEN, VOCAB, EPS = 64, 4096, 1e-5
@@ -105,7 +101,7 @@ def write_checkpoint(folder: Path, dtype: str = "float32", layers: list[dict[str
     tensors = {
         # Norms and biases around one, decays so slow that states matter, the rest around zero.
         name: (torch.randn(shape, generator=generator) * 0.25 + _mean(name, shape)).to(getattr(torch, dtype))
-        for name, shape in parameter_shapes(read(Keys(config, "invented"))).items()
+        for name, shape in read(Keys(config, "invented")).parameter_shapes.items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -51,7 +51,6 @@ class RecordedLibrary:
         log: what the builder logs while it builds, as (severity, text).
         builds: whether the builder succeeds.
         fuses: whether it has a kernel for every attention.
-        drops: inputs of operators that the parser passes over, as ("Attention", 6).
         parser_log: what the parser logs.
         gpu: compute capability of the GPU that it builds on; on Thor the compiler wants its flags.
     """
@@ -62,13 +61,12 @@ class RecordedLibrary:
         log: tuple[tuple[str, str], ...] = (),
         builds: bool = True,
         fuses: bool = True,
-        drops: tuple[tuple[str, int], ...] = (),
         parser_log: tuple[tuple[str, str], ...] = (),
         gpu: str = "",
     ) -> None:
         self.__name__ = "tensorrt"
         self.__version__ = SURFACE["__version__"]
-        self.log, self.builds, self.fuses, self.drops = log, builds, fuses, drops
+        self.log, self.builds, self.fuses = log, builds, fuses
         self.parser_log, self.gpu = parser_log, gpu
         self.calls: list[Call] = []
         self.native_logger: Any = None
@@ -212,7 +210,7 @@ def _import(library: RecordedLibrary, network: Any, graph: Any) -> None:
     network._inputs.extend(tensors[value.name] for value in graph.input)
     network._outputs.extend(tensors[value.name] for value in graph.output)
     for node in graph.node:
-        read = [name for i, name in enumerate(node.input) if name and (node.op_type, i) not in library.drops]
+        read = [name for name in node.input if name]
         kind = LAYERS.get(node.op_type, "ELEMENTWISE")
         between = [tensor(f"{node.name}.attention")] if kind == "ATTENTION_INPUT" else None
         made = [tensor(name) for name in node.output]

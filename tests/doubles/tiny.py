@@ -1,7 +1,7 @@
 """Tiny checkpoints with random weights of any family that transformers has, in the files that transformers writes.
 
 Names, stacks and types of tensors are transformers' own, so that reading them is tested; llmc's list of shapes
-(:func:`llmc.export.config.parameter_shapes`) has the names of after the reading and serves families that transformers
+(:attr:`DecoderConfig.parameter_shapes`) has the names of after the reading and serves families that transformers
 has not.
 """
 

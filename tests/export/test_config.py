@@ -8,9 +8,11 @@ import pytest
 
 from llmc.errors import CheckpointError
 from llmc.export.blocks.rope import inverse_frequencies
-from llmc.export.config import AttentionConfig, DecoderConfig, Rope
+from llmc.export.config import DecoderConfig
 from llmc.export.families import FAMILIES, read_config
 from llmc.export.keys import Keys
+from llmc.export.parts.attention import AttentionConfig
+from llmc.export.parts.rope import Rope
 
 # What decides in config.json of published models; whole files are read in test_published.py.
 COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-06}

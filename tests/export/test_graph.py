@@ -12,7 +12,6 @@ from safetensors import safe_open
 
 from llmc.bundle import GRAPH_CONTRACT_VERSION, read_export
 from llmc.export.blocks.rope import inverse_frequencies
-from llmc.export.config import parameter_shapes
 from llmc.export.decoder import DecoderLayer
 from llmc.export.graph import check_graph
 from llmc.export.ops import functions
@@ -80,7 +79,7 @@ def test_one_attention_node_per_layer_carries_the_geometry(case, model):
             "window": attention.window,
             "softcap": pytest.approx(config.layers[i].attention.softcap),
             "growth": pytest.approx(config.layers[i].attention.query_growth),
-            "period": config.layers[i].attention.growth_period,
+            "period": config.layers[i].attention.grows_after or 1,
             "rotary_dim": attention.rotary_dim if turned else attention.head_dim,
             "interleaved": int(attention.rope is not None and config.ropes[attention.rope].interleaved),
             "magnitude": pytest.approx(1.0 if attention.rope is None else config.ropes[attention.rope].magnitude),
@@ -101,7 +100,7 @@ def test_one_attention_node_per_layer_carries_the_geometry(case, model):
 
 def test_nodes_are_named_like_the_modules_of_the_checkpoint(case, model):
     names = [node.name for node in model.graph]
-    parameters = parameter_shapes(read_checkpoint(case.checkpoint).config)
+    parameters = read_checkpoint(case.checkpoint).config.parameter_shapes
     modules = {name.removesuffix(".weight") for name in parameters if name.endswith(".weight")}
     biases = {f"{linear.name}.bias" for linear in read_export(case.export).geometry.linears if linear.bias}
     assert len(names) == len(set(names))

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from llmc.errors import BuildError, CheckpointError
-from llmc.export.config import AttentionConfig, DecoderConfig, parameter_shapes
+from llmc.export.config import DecoderConfig
 from llmc.export.families import FAMILIES, read_config
 from llmc.export.keys import Keys
+from llmc.export.parts.attention import AttentionConfig
 from llmc.export.sources.quantization import read_quantization
 from llmc.optimize.lower.onnxruntime.attention import check_head_sizes
 
@@ -82,7 +83,7 @@ def test_published_configs_are_read_as_their_cards_say(name):
 
 @pytest.mark.parametrize("name", READ)
 def test_published_configs_give_the_published_number_of_parameters(name):
-    parameters = sum(prod(shape) for shape in parameter_shapes(read(name)).values())
+    parameters = sum(prod(shape) for shape in read(name).parameter_shapes.values())
     assert parameters == pytest.approx(MODELS[name]["read"]["parameters"], rel=PARAMETER_TOLERANCE)
 
 

@@ -9,6 +9,7 @@ import torch
 from doubles.decoders import load_decoder
 
 from llmc.errors import CheckpointError
+from llmc.export.blocks.part import Call
 from llmc.export.blocks.scale import Softcap
 from llmc.export.streaming import StreamedDecoder
 
@@ -39,7 +40,7 @@ def test_parts_equal_the_whole_decoder(case):
     for index, layer in enumerate(whole.model.layers):
         held = streamed.geometry.caches_of(index)
         cache = tuple(torch.zeros(item.shape_of(2, TOKENS)) for item in held for _ in item.inputs)
-        wanted, presents = layer(x, cache, start, ropes, start + TOKENS)
+        wanted, presents = layer(x, cache, Call(start, ropes, start + TOKENS))
         part = streamed.layer(index)
         assert {parameter.dtype for parameter in part.parameters()} == {torch.float32}
         found, left = streamed.run(part, x)

@@ -14,6 +14,8 @@ from llmc.export.sources.checkpoint import read_checkpoint
 
 # As of the other families, see test_parity.py.
 LOGIT_TOLERANCE = 2e-4
+# The chunks of transformers' recurrence round otherwise than single steps: 7e-4 here, of logits up to 8.
+STATE_TOLERANCE = 1e-3
 TEXT = {
     **BASE,
     "model_type": "gemma3_text",
@@ -64,7 +66,7 @@ KINDS |= {kind: towers.FAMILIES[kind].config for kind in towers.QWEN}
 
 @pytest.fixture(scope="module", params=KINDS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Gemma with a vision tower, as transformers saves it."""
+    """A tiny model with a vision tower, as transformers saves it."""
     return tiny(
         tmp_path_factory.mktemp(request.param), request.param, "AutoModelForImageTextToText", **KINDS[request.param]
     )
@@ -82,7 +84,7 @@ def test_the_text_part_computes_what_the_whole_computes_of_text(
     assert read_export(output).geometry.vision is None and not (output / "vision.onnx").exists()
     ids = np.random.default_rng(1).integers(0, 90, (2, 20))
     caches = {
-        name: np.zeros((2, cache.shape[0], 24, cache.shape[1]), np.float32)
+        name: np.zeros(cache.shape_of(2, 24), np.float32)
         for cache in read_export(output).geometry.caches
         for name in cache.inputs
     }
@@ -94,16 +96,17 @@ def test_the_text_part_computes_what_the_whole_computes_of_text(
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         expected = model(torch.from_numpy(ids)).logits.numpy()
-    assert np.abs(found - expected).max() < LOGIT_TOLERANCE
+    tolerance = STATE_TOLERANCE if read_export(output).geometry.has_states else LOGIT_TOLERANCE
+    assert np.abs(found - expected).max() < tolerance
+    assert np.abs(found[:, 1:] - expected[:, :-1]).max() > 100 * tolerance  # of the position before
 
 
+@pytest.mark.parametrize("checkpoint", ["gemma3"], indirect=True)  # others were always saved by the other prefix
 def test_tensors_are_known_by_both_prefixes_and_the_rest_is_left_out(checkpoint: Path, tmp_path: Path):
     from safetensors.numpy import load_file, save_file
 
     stored = load_file(checkpoint / "model.safetensors")
     assert any("vision_" in name for name in stored)
-    if not any(name.startswith("language_model.model.") for name in stored):
-        pytest.skip("this one has always been saved by the other prefix")
     other = {
         f"model.{name}".replace(".language_model.model.", ".language_model."): item for name, item in stored.items()
     }

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from http.client import HTTPConnection
-from itertools import combinations
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -247,15 +246,6 @@ def test_the_picture_has_the_median_speed_to_the_right_and_the_lower_kl_at_the_t
     assert [dot["class"] for dot in dots] == ["llmc", "llmc", "peer"]
     assert (pixels[0] - pixels[1]) / (pixels[1] - pixels[2]) == pytest.approx((290 - 260) / (260 - 160), rel=0.01)
     assert float(peer["cy"]) < float(int8["cy"]) == float(fast["cy"])
-
-
-def test_names_in_the_picture_do_not_overlap(script):
-    picture = ElementTree.fromstring(script("picture").draw(DOCUMENT, ["prefill 512"]))
-    names = [text for text in picture.iter("{http://www.w3.org/2000/svg}text") if "name" in text.get("class", "")]
-    assert [text.text for text in names] == ["llmc int8", "llmc int8-fast", "peer <8>"]
-    boxes = [(float(text.attrib["x"]), float(text.attrib["y"]), 3.6 * len(text.text or "")) for text in names]
-    for (x, y, half), (other_x, other_y, other_half) in combinations(boxes, 2):
-        assert abs(x - other_x) >= half + other_half or abs(y - other_y) >= 14
 
 
 def test_a_column_that_nobody_timed_is_no_picture(script):

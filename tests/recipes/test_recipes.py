@@ -23,16 +23,11 @@ from llmc.runtime.selftest import replay
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))
-NAMES = {"int8", "int4", "int4-quality", "int8-exact", "int8-fast", "w8a8-static"}
 
 EXPECTED = {path.stem: expected for path in RECIPES if (expected := read_recipe(path).expected)}
 FOR_ENGINES = "w8a8-static"
 
 # ------------------------------------------------------------------------------------------------------------ the file
-
-
-def test_the_common_choices_have_a_recipe():
-    assert {path.stem for path in RECIPES} == NAMES
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -27,14 +27,8 @@ _NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
 
 
 class Metadata:
-    """An architecture's metadata, every key of which must be read or skipped, and the shapes of the file's tensors.
-
-    Args:
-        where: the file, for errors.
-        values: all metadata.
-        shapes: of every tensor by name.
-        read: reads the values of a small tensor.
-    """
+    """An architecture's metadata, every key of which must be read or skipped, and the shapes of the file's tensors by
+    name. ``where`` names the file in errors, ``read`` returns the values of a small tensor."""
 
     def __init__(
         self,

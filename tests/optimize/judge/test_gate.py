@@ -62,18 +62,16 @@ def test_a_budget_that_is_kept_lets_pass_without_measuring_anything(budget):
 
 
 @pytest.mark.parametrize(
-    ("budget", "phases", "text"),
+    ("budget", "phases"),
     [
-        (Budget(max_kl=0.039), ["decode"], "mean KL 0.04, at most 0.039 is allowed"),
-        (Budget(max_kl=0.009), ["prefill", "decode"], "mean KL 0.01, at most 0.009 is allowed"),
-        (Budget(min_agreement=0.95), ["decode"], "top-1 agreement 90.00%, at least 95.00% is required"),
-        (Budget(max_perplexity_increase=0.02), ["decode"], "perplexity +3.00%, at most +2.00% is allowed"),
+        (Budget(max_kl=0.039), ["decode"]),
+        (Budget(max_kl=0.009), ["prefill", "decode"]),
+        (Budget(min_agreement=0.95), ["decode"]),
+        (Budget(max_perplexity_increase=0.02), ["decode"]),
     ],
 )
-def test_a_breach_says_what_was_found_and_what_is_allowed(budget, phases, text):
-    broken = violations(QUALITY, budget)
-    assert [phase for _, phase in broken] == phases
-    assert broken[0][0] == text
+def test_a_breach_is_found_in_every_phase_that_has_it(budget, phases):
+    assert [phase for _, phase in violations(QUALITY, budget)] == phases
 
 
 def test_the_message_has_all_numbers_and_the_worst_layers_on_one_line():

@@ -88,10 +88,6 @@ def test_an_image_that_is_resized_at_once_is_that_of_the_processor(mode: str, wi
     assert_square(draw(mode, width, height), 24)
 
 
-def test_so_it_is_in_the_size_of_gemma():
-    assert_square(draw("RGB", 733, 1021), 896)
-
-
 @pytest.mark.parametrize("transparency", [7, bytes(range(256))])
 def test_transparent_colours_of_a_palette_lie_on_white(transparency: int | bytes):
     image = draw("P", 50, 40)

@@ -22,7 +22,7 @@ from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.weights.file import WeightFile
 from llmc.optimize.weights.store import Calibrated, Store, arrays_of
 
-ITEM = Experts("model.layers.0.experts", 0, count=8, chosen=3, inner=32, width=64)
+ITEM = Experts(name="model.layers.0.experts", layer=0, count=8, chosen=3, inner=32, width=64)
 ITEMS = {"silu": ITEM, "gelu": replace(ITEM, activation="gelu_tanh")}
 TOKENS = 7
 # Root mean square of the difference over that of the result. Floats are summed in another order; 8-bit activations, of

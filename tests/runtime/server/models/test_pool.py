@@ -14,6 +14,7 @@ from doubles.plans import plan_of
 from doubles.refusals import about
 
 from llmc.bundle import ADAPTERS_FOLDER, Manifest, write_manifest
+from llmc.bundle.model.encoder import Encoder
 from llmc.errors import BundleError, EngineClosedError, GpuError, LlmcError, RequestError, ResourceError, UsageError
 from llmc.publish import file_entries
 from llmc.runtime import load
@@ -246,13 +247,11 @@ class TestLoading:
     async def test_bundles_that_do_not_generate_get_no_options_of_an_engine(
         self, make: Make, loader: Loader, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
     ):
-        class Vectors:
-            encoder, diffusion = True, None
-
         pool = make("a", threads=3, max_queue=5, memory=None)
         manifest = pool.manifest("a")
         assert pool._loader.options_of(manifest) == {"threads": 3, "max_queue": 5, **OPTIONS}
-        object.__setattr__(manifest, "geometry", Vectors())
+        encoder = Encoder("embeddings", "last", 64, True, False)
+        object.__setattr__(manifest, "geometry", replace(manifest.geometry, encoder=encoder))
         await use(pool, "a")
         assert loader.loaded[0].options == {"threads": 3, "adapters": {}}
 

@@ -6,7 +6,7 @@ from typing import Any
 from llmc.bundle.model.vision import MOST_TILES, Channels, Filter, Markers, Patching, Tiling, Vision
 from llmc.errors import CheckpointError
 from llmc.export.keys import Keys
-from llmc.export.vision import PatchTowerConfig, TowerConfig
+from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
 
 PROCESSOR_FILE, IMAGES_FILE = "processor_config.json", "preprocessor_config.json"
 FORMS = ("", "Fast", "Pil")
@@ -163,11 +163,8 @@ def _read_naflex(outer: Keys, keys: Keys, tower: TowerConfig) -> Vision:
 def _read_patching(keys: Keys, tower: PatchTowerConfig) -> Vision:
     """Qwen's settings; defaults are transformers'; older files have other names for the bounds of pixels."""
     _check_steps(keys, QWEN_KINDS)
-    for name, value in (
-        ("patch_size", tower.patch),
-        ("temporal_patch_size", tower.frames),
-        ("merge_size", tower.merged),
-    ):
+    sizes = {"patch_size": tower.patch, "temporal_patch_size": tower.frames, "merge_size": tower.merged}
+    for name, value in sizes.items():
         if (stated := keys.integer(name, value)) != value:
             raise keys.error(name, stated, f"{value}, as in the vision_config")
     size = keys.inside("size") if keys.raw("size") is not None else Keys({}, keys.where)

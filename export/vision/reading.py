@@ -1,14 +1,11 @@
-"""Towers that models of several families have."""
+"""Reads the towers that models of several families have."""
 
-from dataclasses import replace
+from collections.abc import Mapping
 from math import isqrt
-from typing import Any
 
 from llmc.bundle.model.norm import NormKind
-from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
-from llmc.export.rope_keys import TYPES
-from llmc.export.vision import PatchTowerConfig, TowerConfig
+from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
 
 # What transformers calls the parts of a SigLIP.
 SIGLIP = (
@@ -22,6 +19,14 @@ SIGLIP = (
     ("mlp.fc2", "mlp.down_proj"),
     ("post_layernorm", "norm"),
 )
+
+
+def name_projector(names: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Renamings of a tower and its projector, as transformers writes them and as they are published."""
+    tower = [(f"vision_tower{inner}", "vision") for inner in ("", ".vision_model")]
+    projector = [(f"multi_modal_projector.{name}", f"vision.{own}") for name, own in names.items()]
+    return tuple((f"{outer}{name}", own) for outer in ("", "model.") for name, own in (*tower, *projector))
+
 
 # transformers' defaults of a siglip_vision_model; the others are those of Idefics3 below.
 DEFAULTS = {"hidden_size": 768, "num_attention_heads": 12, "patch_size": 16}
@@ -71,9 +76,6 @@ QWEN_KEYS = (
     *("vision_config", "image_token_id", "video_token_id"),
     *("vision_start_token_id", "vision_end_token_id", "vision_token_id"),
 )
-# What their ropes are called, and keys of these that :func:`place_by_axes` reads.
-SECTIONS, INTERLEAVED = "mrope_section", "mrope_interleaved"
-QWEN_ROPES: dict[str, Any] = {"rope_types": {**TYPES, "mrope": "default"}, "rope_own": (SECTIONS, INTERLEAVED)}
 # What transformers calls the parts of their towers.
 QWEN_TOWER = (
     *(("model.visual", "vision"), ("visual", "vision"), ("blocks", "layers")),
@@ -148,29 +150,3 @@ def read_qwen_tower(
     if deep and deep[-1] >= tower.layers:
         raise keys.error("deepstack_visual_indexes", list(deep), f"layers below depth={tower.layers}")
     return tower
-
-
-def place_by_axes(
-    keys: Keys, config: DecoderConfig, default: tuple[int, ...], *, interleaved: bool = False
-) -> DecoderConfig:
-    """The decoder whose pairs turn by time, row or column of a position, as ``mrope_section`` says; without a tower all
-    of these are the same number.
-
-    Pairs of an axis stand side by side, or, if interleaved, in turn with those of the others.
-    """
-    if config.tower is None:
-        return config
-    text = keys.raw("text_config")
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    sections, pairs = rope.get(SECTIONS, list(default)), config.ropes[0].dim // 2
-    if not isinstance(sections, list) or len(sections) != 3 or any(type(it) is not int or it < 0 for it in sections):
-        raise keys.error(SECTIONS, sections, "three whole numbers")
-    if sum(sections) != pairs:
-        raise keys.error(SECTIONS, sections, f"three numbers that add up to {pairs}, the pairs of a head that turn")
-    if (stated := rope.get(INTERLEAVED, interleaved)) is not interleaved:
-        raise keys.error(INTERLEAVED, stated, str(interleaved).lower())
-    if interleaved:
-        axes = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(pairs)]
-    else:
-        axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
-    return replace(config, axes=tuple(axes))

@@ -1,0 +1,43 @@
+"""Normalisations, and where a layer has them."""
+
+from dataclasses import dataclass
+
+from llmc.bundle.model.norm import NormKind
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """The normalisations of a decoder."""
+
+    eps: float  # added to the mean square or variance
+    kind: NormKind = "rms"
+    bias: bool = False
+    offset: bool = False  # checkpoints store weights minus one; export adds it back
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Module names of a layer's norms by their place, empty if there is none.
+
+    ``x + after(part(before(x)))`` is computed with the attention as the part and then with the MLP; if ``parallel``,
+    both read the same x, through one norm if they name the same one. Experts beside an MLP read what the MLP reads, or
+    x through a norm of their own; then both have a norm before they are added.
+    """
+
+    before_attention: str
+    after_attention: str
+    before_mlp: str
+    after_mlp: str
+    parallel: bool = False
+    before_experts: str = ""
+    after_experts: str = ""
+    after_dense: str = ""
+
+
+PRE = Placement("input_layernorm", "", "post_attention_layernorm", "")
+POST = Placement("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+SANDWICH = Placement(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+PARALLEL = Placement("input_layernorm", "", "input_layernorm", "", parallel=True)
+PARALLEL_TWO_NORMS = Placement("input_layernorm", "", "post_attention_layernorm", "", parallel=True)
