@@ -77,12 +77,10 @@ class Layout:
 
     @property
     def weights(self) -> int:
-        """Number of weights in a block."""
         return len(self.codes.bits[0].at)
 
     @property
     def block(self) -> int:
-        """Number of weights that share a scale."""
         return self.weights // (len(self.scales.bits[0].at) if self.scales.bits else 1)
 
     @property

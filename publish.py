@@ -28,7 +28,6 @@ LOCK, NEW, OLD = "lock", "new", "old"
 
 
 def file_entries(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Size and SHA-256 of each named file of ``folder``."""
     return {name: FileEntry((folder / name).stat().st_size, sha256_file(folder / name)) for name in names}
 
 
@@ -251,7 +250,6 @@ def sync(path: Path) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """:func:`sync` a folder and everything in it."""
     for path in [*folder.rglob("*"), folder]:
         sync(path)
 

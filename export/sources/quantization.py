@@ -57,13 +57,7 @@ def read_quantization(config: Keys) -> Quantization | None:
     keys = config.inside(names[0])
     method = keys.choice("quant_method", METHODS)
     keys.skip(*_SETTLED)
-    readers = {
-        "awq": _awq,
-        "gptq": _gptq,
-        "compressed-tensors": _read_compressed,
-        "fp8": _fp8,
-        "mxfp4": lambda keys, _: Quantization("mxfp4", (), _names(keys, "modules_to_not_convert")),
-    }
+    readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _read_compressed, "fp8": _fp8, "mxfp4": _mxfp4}
     quantization = readers[method](keys, config)
     keys.finish()
     return quantization
@@ -108,6 +102,10 @@ def _fp8(keys: Keys, config: Keys) -> Quantization:
     block = _pair(keys, "weight_block_size")
     ignored = (*_names(keys, "modules_to_not_convert"), *_names(keys, "ignored_layers"))
     return Quantization("fp8", (Grid(8),), ignored, block=block)
+
+
+def _mxfp4(keys: Keys, _: Keys) -> Quantization:
+    return Quantization("mxfp4", (), _names(keys, "modules_to_not_convert"))
 
 
 def _read_compressed(keys: Keys, config: Keys) -> Quantization:

@@ -22,7 +22,6 @@ def mark_serving() -> None:
 
 
 def is_serving() -> bool:
-    """True on a marked thread."""
     return getattr(_SERVING, "on", False)
 
 

@@ -94,8 +94,6 @@ def gather(before: Sequence[Span], stopped: threading.Event) -> None:
 
 
 class _Others:
-    """The other threads of this process."""
-
     def __init__(self) -> None:
         self._clock = self._used = 0.0
 

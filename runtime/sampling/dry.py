@@ -34,7 +34,6 @@ class Breakers:
         self._containing: dict[int, bool] = {}
 
     def __contains__(self, token: int) -> bool:
-        """True if the token contains one of the texts."""
         if token not in self._containing:
             spelling = self._get_spelling(token)
             self._containing[token] = any(text in spelling for text in self._texts)

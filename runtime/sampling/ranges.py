@@ -165,7 +165,6 @@ def words(most: int, longest: int) -> Range:
 
 
 def tokens(most: int) -> Range:
-    """Tuples of at most ``most`` token ids."""
     expected = f"a list of token ids, at most {most:,} of them"
     return Range("tokens", expected, lambda value: _is_tuple(value, _is_token, most), f"up to {most:,} token ids")
 

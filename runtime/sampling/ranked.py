@@ -32,7 +32,6 @@ class Ranked:
     whole: Callable[[], Logits]
 
     def copy(self) -> Logits:
-        """The whole row, as a copy."""
         row: Logits = self.whole().copy()
         return row
 

@@ -309,7 +309,6 @@ class _Copies:
         return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
     def plain(self, value: Any, where: str, depth: int = 0) -> Any:
-        """A copy of any value."""
         self._size += VALUE_SIZE + (len(value) if isinstance(value, str) else 0)
         if self._size > LARGEST_INPUT:
             raise RequestError(_TOO_LARGE)

@@ -123,9 +123,9 @@ class ControlTokens:
             )
         return self.mark(prompt)
 
-    def _texts(self, found: Iterable[str]) -> list[str]:
-        """The control tokens in ``found``, marked or spelled out."""
-        return [self.marked.get(text, text) for text in found if text in self.marked or text in self._names]
+    def _texts(self, texts: Iterable[str]) -> list[str]:
+        """The control tokens in ``texts``, marked or spelled out."""
+        return [self.marked.get(text, text) for text in texts if text in self.marked or text in self._names]
 
     def all_written(self, prompt: str, ids: Iterable[int]) -> bool:
         """True if the control tokens in ``ids`` are exactly the marked ones in ``prompt``."""

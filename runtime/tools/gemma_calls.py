@@ -96,7 +96,6 @@ class _Rules:
         self.rule = self._value(self._root, tool.name, 0)
 
     def _value(self, schema: Any, where: str, depth: int) -> str:
-        """The name of the rule for a schema's values."""
         if schema is False or depth > _MOST_DEEP:
             raise GrammarError(
                 "tools",

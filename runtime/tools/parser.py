@@ -235,7 +235,6 @@ class ChatParser:
 
 
 def _is_whole(call: Sequence[Event]) -> bool:
-    """True if the arguments of a call are complete JSON."""
     try:
         json.loads("".join(event.text for event in call if isinstance(event, Arguments)), strict=False)
     except (ValueError, RecursionError):

@@ -108,7 +108,6 @@ class ThinkingGuide:
 
     @property
     def finished(self) -> bool:
-        """True if the answer is guided and complete."""
         return self._place == _ANSWER and self._answer is not None and self._answer.finished
 
     def mask(self, logits: Logits) -> Logits:

@@ -73,7 +73,6 @@ def _read_answer(source: Source, tools: Collection[str], parallel: bool) -> Read
 
 
 def _read_block(source: Source, tools: Collection[str]) -> Reading[list[Call] | None]:
-    """The calls of a block, with or without a fence."""
     closing = yield from _read_fence(source)
     calls = None if closing is None else (yield from _read_calls(source, tools))
     if calls and closing:

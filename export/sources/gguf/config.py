@@ -77,7 +77,6 @@ class Metadata:
         return values
 
     def has(self, tensor: str) -> bool:
-        """True if the first layer has this tensor."""
         return f"blk.0.{tensor}" in self.shapes
 
     def skip(self, *keys: str) -> None:
