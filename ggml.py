@@ -26,18 +26,13 @@ NIBBLES, CRUMBS, BITS = (0, 4), (0, 2, 4, 6), range(8)
 
 @dataclass(frozen=True, eq=False)
 class Bits:
-    """A field of bits for each number of a block: ``((bytes[at] >> shift) & mask) << up``.
+    """A field of bits for each number of a block: ``((bytes[at] >> shift) & mask) << up``."""
 
-    Attributes:
-        at: byte positions in the block, int64 [n].
-        shift, mask: uint8 [n].
-        up: bit position of the field in the number.
-    """
-
-    at: NDArray[np.int64]
+    at: NDArray[np.int64]  # byte positions in the block, int64 [n]
+    # uint8 [n]
     shift: Bytes
     mask: Bytes
-    up: int = 0
+    up: int = 0  # bit position of the field in the number
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,19 +17,14 @@ Tensor = tuple[str, tuple[str | int, ...]]  # type and shape, with names of axes
 
 @dataclass(frozen=True)
 class Input:
-    """An input of a graph.
-
-    Attributes:
-        shape: names of its axes; the sizes of ``axes`` and ``width`` are the model's, others the call's.
-        when: whether the exported graph of a model has it.
-        plain: what a call feeds that brings nothing for it, from what the call brings and the shape: an array, a range
-            or a number, to be broadcast. None where every call brings it.
-    """
+    """An input of a graph."""
 
     name: str
     type: str
-    shape: tuple[str, ...]
-    when: Callable[[Geometry], bool]
+    shape: tuple[str, ...]  # names of its axes; the sizes of `axes` and `width` are the model's, others the call's
+    when: Callable[[Geometry], bool]  # whether the exported graph of a model has it
+    # what a call feeds that brings nothing for it, from what the call brings and the shape: an array, a range or a
+    # number, to be broadcast. None where every call brings it.
     plain: Callable[[Feeds, Sequence[int]], Any] | None = None
 
     def size(self, own: Sequence[Any], feeds: Feeds, attended: int = 0) -> tuple[int, ...]:

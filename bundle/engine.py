@@ -28,42 +28,33 @@ class Profile:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """A serialized TensorRT engine: which machine it is for, and which calls it takes.
+    """A serialized TensorRT engine: which machine it is for, and which calls it takes."""
 
-    Attributes:
-        file: the engine; empty where its build is deferred.
-        compute: float16, bfloat16 or float32.
-        buckets: numbers of cache positions that attention may look at, ascending; the last one is the longest context.
-        decode, prefill: the profiles 0 and 1.
-        platform: operating system and processor, as linux-x86_64.
-        compute_capabilities: of the GPUs it was built for, as 8.7.
-        verified: ``device`` where the engine itself was run after building, ``cpu`` where only its graph was, on a CPU;
-            ``float32`` where that graph was run computing in float32, for CPUs have no bfloat16; ``no`` where nothing
-            was.
-        workspace, optimization_level: that the builder was asked for; None leaves them to the library, and the
-            workspace of an integrated GPU to what its attention needs.
-        log: file with every warning of the library's, in its words.
-        flags: for the library's compiler, by the GPU and the library's version; see ``llmc.optimize.tensorrt.flags``.
-        attention: ``fused``: one kernel of the library's for each attention, in both profiles; ``decomposed``: for some
-            attention, in some profile, it has no such kernel and may use several (it does not say for which);
-            ``basic``: the graph has basic operators in place of attention; empty where no engine was built.
-        border: type of query, keys and values at attention's border, where it is not ``compute``: ``float32`` after an
-            engine without it was judged to be wrong on its GPU.
-    """
-
-    file: str
-    compute: str
+    file: str  # the engine; empty where its build is deferred
+    compute: str  # float16, bfloat16 or float32
+    # numbers of cache positions that attention may look at, ascending; the last one is the longest context
     buckets: Annotated[tuple[Positions, ...], range(1, 65)]
+    # the profiles 0 and 1
     decode: Profile
     prefill: Profile
-    platform: str
-    compute_capabilities: tuple[str, ...]
+    platform: str  # operating system and processor, as linux-x86_64
+    compute_capabilities: tuple[str, ...]  # of the GPUs it was built for, as 8.7
+    # `device` where the engine itself was run after building, `cpu` where only its graph was, on a CPU; `float32` where
+    # that graph was run computing in float32, for CPUs have no bfloat16; `no` where nothing was
     verified: str
+    # that the builder was asked for; None leaves them to the library, and the workspace of an integrated GPU to what
+    # its attention needs
     workspace: Annotated[int, range(1, 1 << 60)] | None = None
     optimization_level: Annotated[int, range(6)] | None = None
-    log: str = ""
+    log: str = ""  # file with every warning of the library's, in its words
+    # for the library's compiler, by the GPU and the library's version; see `llmc.optimize.tensorrt.flags`
     flags: str = ""
+    # `fused`: one kernel of the library's for each attention, in both profiles; `decomposed`: for some attention, in
+    # some profile, it has no such kernel and may use several (it does not say for which); `basic`: the graph has basic
+    # operators in place of attention; empty where no engine was built
     attention: str = ""
+    # type of query, keys and values at attention's border, where it is not `compute`: `float32` after an engine without
+    # it was judged to be wrong on its GPU
     border: str = ""
 
     @property

@@ -70,19 +70,14 @@ class Invariance:
     """The calls of a graph that compute the same bits for a token whatever else is in the call; measured.
 
     Each number is 1 if calls of any size do, 2 if those of an even size do, 0 if none is known to.
-
-    Attributes:
-        rows: of calls with one new token in each of several rows, how many rows.
-        tokens: of calls with two or more new tokens in one row, how many tokens; except 64 k + 1 of them, of which
-            nothing is known: attention works in tiles of 64 queries, and a lone last one takes other code.
-        outputs: of calls of one row, how many logits.
-        single: whether a new token alone in its row is computed as one among several in the same row.
     """
 
-    rows: Parity = 0
+    rows: Parity = 0  # of calls with one new token in each of several rows, how many rows
+    # of calls with two or more new tokens in one row, how many tokens; except 64 k + 1 of them, of which nothing is
+    # known: attention works in tiles of 64 queries, and a lone last one takes other code
     tokens: Parity = 0
-    outputs: Parity = 0
-    single: bool = False
+    outputs: Parity = 0  # of calls of one row, how many logits
+    single: bool = False  # whether a new token alone in its row is computed as one among several in the same row
 
 
 NOTHING_KNOWN = Invariance()
@@ -90,43 +85,29 @@ NOTHING_KNOWN = Invariance()
 
 @dataclass(frozen=True)
 class PhaseQuality:
-    """One path of a bundle, prefill or decode, on a text; None where there was no unquantized model to compare with.
+    """One path of a bundle, prefill or decode, on a text; None where there was no unquantized model to compare with."""
 
-    Attributes:
-        perplexity: exp of the mean negative log-likelihood of the scored tokens.
-        mean_kl, p99_kl: mean and 99th percentile of KL(reference || bundle) in nats over positions.
-        top1_agreement: share of positions with the same most likely token, 0 ... 1.
-    """
-
-    perplexity: float
+    perplexity: float  # exp of the mean negative log-likelihood of the scored tokens
+    # mean and 99th percentile of KL(reference || bundle) in nats over positions
     mean_kl: float | None
     p99_kl: float | None
-    top1_agreement: float | None
+    top1_agreement: float | None  # share of positions with the same most likely token, 0 ... 1.
 
 
 @dataclass(frozen=True)
 class Quality:
-    """Bundle against the unquantized model on a text. The properties are those of the worse of the two paths.
+    """Bundle against the unquantized model on a text. The properties are those of the worse of the two paths."""
 
-    Attributes:
-        text: what it was measured on: a file's name, or "golden prompts".
-        sha256: of the file, empty for golden prompts.
-        positions: scored positions of each path.
-        window: tokens per window, each of which starts from an empty cache; 0 for golden prompts.
-        reference_perplexity: of the unquantized model.
-        phases: by the path's name, prefill and decode: they are different graphs.
-        greedy_match: mean number of the bundle's greedy tokens after a golden prompt before the first one that the
-            unquantized model, given the same tokens before it, would not have chosen.
-        greedy_tokens: how many tokens were generated after each golden prompt, so the largest possible greedy_match.
-    """
-
-    text: str
-    sha256: str
-    positions: Tokens
-    window: Tokens
-    reference_perplexity: float | None
-    phases: dict[str, PhaseQuality]
+    text: str  # what it was measured on: a file's name, or "golden prompts"
+    sha256: str  # of the file, empty for golden prompts
+    positions: Tokens  # scored positions of each path
+    window: Tokens  # tokens per window, each of which starts from an empty cache; 0 for golden prompts
+    reference_perplexity: float | None  # of the unquantized model
+    phases: dict[str, PhaseQuality]  # by the path's name, prefill and decode: they are different graphs
+    # mean number of the bundle's greedy tokens after a golden prompt before the first one that the unquantized model,
+    # given the same tokens before it, would not have chosen
     greedy_match: float | None
+    # how many tokens were generated after each golden prompt, so the largest possible greedy_match
     greedy_tokens: Tokens
 
     @property
@@ -267,44 +248,28 @@ class Budget:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Recipe by which the weights were compiled.
+    """Recipe by which the weights were compiled."""
 
-    Attributes:
-        name: the recipe file's name, or default.
-        precision, scheme: of the body's linears (fp32, fp16, bf16, int8, int4, or source: the checkpoint's own
-            integers), and how integers were chosen (rtn, gptq...).
-        block_size: inputs that share a weight scale; 0 where weights are not in blocks.
-        symmetric: whether integer 0 stands for weight 0 without a zero point.
-        head: precision of the head and a tied embedding.
-        phases: split (a graph each for prefill and decode), shared (one) or single (one engine with two profiles).
-        activations: of W8A8: per-token or static scales; none where activations stay float.
-        smoothing: SmoothQuant's alpha, 0 where nothing was smoothed.
-        cache: float32, float16, bfloat16, int8 (a scale per tensor) or int8-channel (a scale per channel).
-        layers: precision by module name pattern, for those that differ from ``precision``.
-        budget, calibration: what quality was to be kept; the text that was used, None where none was needed.
-        compute: type of activations and of float weights: float32, float16 or bfloat16.
-        rotated: phases whose graph has the residual stream in another basis.
-        sparsity: pattern of pruned weights, 2:4 or the share of zeros; empty where none was pruned.
-        pruning: rule that chose them, magnitude or wanda; empty where none was pruned.
-    """
-
-    name: str
+    name: str  # the recipe file's name, or default
+    # of the body's linears (fp32, fp16, bf16, int8, int4, or source: the checkpoint's own integers), and how integers
+    # were chosen (rtn, gptq...)
     precision: str
     scheme: str
-    block_size: Annotated[int, range(1 << 20)]
-    symmetric: bool
-    head: str
-    phases: str
-    activations: str
-    smoothing: float
-    cache: str
-    layers: dict[str, str]
+    block_size: Annotated[int, range(1 << 20)]  # inputs that share a weight scale; 0 where weights are not in blocks
+    symmetric: bool  # whether integer 0 stands for weight 0 without a zero point
+    head: str  # precision of the head and a tied embedding
+    phases: str  # split (a graph each for prefill and decode), shared (one) or single (one engine with two profiles)
+    activations: str  # of W8A8: per-token or static scales; none where activations stay float
+    smoothing: float  # SmoothQuant's alpha, 0 where nothing was smoothed
+    cache: str  # float32, float16, bfloat16, int8 (a scale per tensor) or int8-channel (a scale per channel)
+    layers: dict[str, str]  # precision by module name pattern, for those that differ from `precision`
+    # what quality was to be kept; the text that was used, None where none was needed
     budget: Budget
     calibration: Calibration | None
-    compute: str = "float32"
-    rotated: tuple[str, ...] = ()
-    sparsity: str = ""
-    pruning: str = ""
+    compute: str = "float32"  # type of activations and of float weights: float32, float16 or bfloat16
+    rotated: tuple[str, ...] = ()  # phases whose graph has the residual stream in another basis
+    sparsity: str = ""  # pattern of pruned weights, 2:4 or the share of zeros; empty where none was pruned
+    pruning: str = ""  # rule that chose them, magnitude or wanda; empty where none was pruned
 
     def precisions(self) -> set[str]:
         """Precisions of the stored linears."""
@@ -356,18 +321,13 @@ class GoldenVector:
 
 @dataclass(frozen=True)
 class Similarity:
-    """Bundle against the unquantized model on the golden texts, or of a tower on the rows of a made-up tile.
+    """Bundle against the unquantized model on the golden texts, or of a tower on the rows of a made-up tile."""
 
-    Attributes:
-        texts: how many texts or rows.
-        mean, smallest: cosine of the bundle's vector and the unquantized model's, -1 ... 1; None for scores.
-        largest_difference: between two values of a result, of all texts.
-    """
-
-    texts: Positions
+    texts: Positions  # how many texts or rows
+    # cosine of the bundle's vector and the unquantized model's, -1 ... 1; None for scores.
     mean: float | None
     smallest: float | None
-    largest_difference: float
+    largest_difference: float  # between two values of a result, of all texts
 
 
 @dataclass(frozen=True)

@@ -83,15 +83,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Quality:
-    """Model and text that quality is measured with.
+    """Model and text that quality is measured with."""
 
-    Attributes:
-        checkpoint: the Hugging Face folder that every system's quality model was made from.
-        text: not used for training or calibration; empty for the part of llmc's own text that calibration skips.
-    """
-
-    checkpoint: str
-    text: str
+    checkpoint: str  # the Hugging Face folder that every system's quality model was made from
+    text: str  # not used for training or calibration; empty for the part of llmc's own text that calibration skips
 
 
 class Task:

@@ -63,12 +63,9 @@ class System:
     """One system with its open model. All answers are greedy, start from an empty cache, and ignore the end token.
 
     Each subclass has ``generate``, ``logits`` and ``matrix_bytes``; some also have ``together`` and ``look``.
-
-    Attributes:
-        modules: imported before the timer for opening the system starts.
     """
 
-    modules: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()  # imported before the timer for opening the system starts
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args

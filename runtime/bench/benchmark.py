@@ -31,17 +31,7 @@ PASSES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkReport:
-    """Seconds unless named otherwise; p50 and p95 over ``repeats`` prompts (TTFT) or all decode steps (TPOT).
-
-    Attributes:
-        decode_tokens_per_s: decode steps per second over the whole run, slow steps included.
-        weight_bytes_per_token: bytes of weights that one decode step reads.
-        read_bandwidth: bytes per second read from memory in this run: by a plain loop on all threads, or by the decode
-            steps if they were faster. None for a bundle on a GPU.
-        copy_bandwidth: bytes per second that the GPU read and wrote while copying within its memory. None for a bundle
-            on the CPU, or if too little GPU memory was free.
-        roofline_fraction: the median decode step's bandwidth as a fraction of the bandwidth above.
-    """
+    """Seconds unless named otherwise; p50 and p95 over ``repeats`` prompts (TTFT) or all decode steps (TPOT)."""
 
     bundle: str
     model: str
@@ -61,13 +51,17 @@ class BenchmarkReport:
     tpot_p50_s: float
     tpot_p95_s: float
     prefill_tokens_per_s: float
-    decode_tokens_per_s: float
+    decode_tokens_per_s: float  # decode steps per second over the whole run, slow steps included
     rss_after_load_bytes: int
     rss_peak_bytes: int
-    weight_bytes_per_token: int
+    weight_bytes_per_token: int  # bytes of weights that one decode step reads
+    # bytes per second read from memory in this run: by a plain loop on all threads, or by the decode steps if they were
+    # faster. None for a bundle on a GPU.
     read_bandwidth: float | None = None
+    # bytes per second that the GPU read and wrote while copying within its memory. None for a bundle on the CPU, or if
+    # too little GPU memory was free.
     copy_bandwidth: float | None = None
-    roofline_fraction: float | None
+    roofline_fraction: float | None  # the median decode step's bandwidth as a fraction of the bandwidth above
 
 
 def benchmark(

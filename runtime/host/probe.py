@@ -35,15 +35,10 @@ class Device:
 
 @dataclass(frozen=True)
 class Driver:
-    """The CUDA driver: the CUDA ``version`` that it supports, and its GPUs.
+    """The CUDA driver: the CUDA ``version`` that it supports, and its GPUs."""
 
-    Attributes:
-        state: ok, missing, failed (it returned an error), crashed (it ended its process) or hung.
-        problem: what went wrong.
-    """
-
-    state: str
-    problem: str
+    state: str  # ok, missing, failed (it returned an error), crashed (it ended its process) or hung
+    problem: str  # what went wrong
     version: str = ""
     devices: tuple[Device, ...] = ()
 

@@ -82,14 +82,10 @@ class CacheBudget:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer whether a plan fits into so many bytes.
+    """The answer whether a plan fits into so many bytes."""
 
-    Attributes:
-        missing: bytes that lack, 0 where it fits.
-        largest_context, largest_batch: that fit beside the plan's other one; 0 where none do.
-    """
-
-    missing: int
+    missing: int  # bytes that lack, 0 where it fits
+    # that fit beside the plan's other one; 0 where none do
     largest_context: int
     largest_batch: int
 
@@ -112,33 +108,22 @@ class Sizes:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory of one stage at its peak: resident bytes by name, pages of mapped files included.
+    """The memory of one stage at its peak: resident bytes by name, pages of mapped files included."""
 
-    Attributes:
-        stage: export, build, run or :data:`GPU`.
-        layers: that it runs of a model in stages; None of a whole one.
-        context, batch: cached tokens of a row, and rows, that the parts are for.
-        limits: the largest of both that the model or the bundle can serve.
-        needed: total bytes for another context and batch.
-        seconds: that it takes, roughly; 0 where nobody asks.
-        per_layer_table: bytes of a table beside, of whose file rows are read; the system takes their pages back.
-        graphs: what a bundle takes with one graph and with two, where that is a choice: see :data:`GRAPHS`.
-        box: bytes of the box that it is for, 0 where that is this machine.
-        writes: bytes that the stage writes to disk, 0 for none; ``precision`` of the weights among them.
-    """
-
-    stage: str
+    stage: str  # export, build, run or GPU
     parts: dict[str, int]
+    # cached tokens of a row, and rows, that the parts are for
     context: int
     batch: int
-    limits: Limits
-    needed: Callable[[int, int], int] = field(repr=False, compare=False)
-    seconds: float = 0.0
-    per_layer_table: int = 0
+    limits: Limits  # the largest of both that the model or the bundle can serve
+    needed: Callable[[int, int], int] = field(repr=False, compare=False)  # total bytes for another context and batch
+    seconds: float = 0.0  # that it takes, roughly; 0 where nobody asks
+    per_layer_table: int = 0  # bytes of a table beside, of whose file rows are read; the system takes their pages back
+    # what a bundle takes with one graph and with two, where that is a choice: see GRAPHS
     graphs: dict[str, Sizes] = field(default_factory=dict)
-    box: int = 0
-    layers: range | None = None
-    writes: int = 0
+    box: int = 0  # bytes of the box that it is for, 0 where that is this machine
+    layers: range | None = None  # that it runs of a model in stages; None of a whole one
+    writes: int = 0  # bytes that the stage writes to disk, 0 for none; `precision` of the weights among them
     precision: str = ""
 
     @property

@@ -24,12 +24,10 @@ class HostCache(KVCache):
 
     On Linux the arrays lie in :class:`Pages`: growth and moves copy nothing, and rows that begin alike share memory.
     Elsewhere contents are copied.
-
-    Attributes:
-        arrays: [rows, kv_heads, capacity + spare, head_dim] or [rows, ...] for each of the ``tensors``, or larger;
-            others after growth. A step may write the spare positions behind its token; nothing of them is kept.
     """
 
+    # [rows, kv_heads, capacity + spare, head_dim] or [rows, ...] for each of the `tensors`, or larger; others after
+    # growth. A step may write the spare positions behind its token; nothing of them is kept.
     arrays: tuple[NDArray[Any], ...] = ()
     _memory: Sequence[mmap.mmap] = ()  # of arrays that are in no pages
     _pages: Pages | None = None

@@ -31,46 +31,34 @@ _SECONDS = ("ttft", "tpot", "itl", "e2e", "queue")
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Metrics of one request; None if the event has not happened.
+    """Metrics of one request; None if the event has not happened."""
 
-    Attributes:
-        queue_s, ttft_s, e2e_s: from submission to admission, to the first token, to the end.
-        tpot_s: time per output token, the mean time between an output's tokens; None below two tokens.
-        itl_p50_s, itl_p95_s, itl_max_s: inter-token latency; 0 between tokens that one step commits.
-        cached_tokens: prompt tokens taken from the prefix cache.
-        drafted, accepted: tokens proposed by speculation, and those that the model accepted.
-        overflows: how often the context was cut, as the request's overflow policy allows.
-        calls: model calls of a diffusion model for its answer; 0 for other models.
-    """
-
+    # from submission to admission, to the first token, to the end
     queue_s: float | None
     ttft_s: float | None
-    tpot_s: float | None
+    tpot_s: float | None  # time per output token, the mean time between an output's tokens; None below two tokens
+    # inter-token latency; 0 between tokens that one step commits
     itl_p50_s: float | None
     itl_p95_s: float | None
     itl_max_s: float | None
     e2e_s: float | None
     prompt_tokens: int
-    cached_tokens: int
+    cached_tokens: int  # prompt tokens taken from the prefix cache
     output_tokens: int
+    # tokens proposed by speculation, and those that the model accepted
     drafted: int
     accepted: int
-    overflows: int
+    overflows: int  # how often the context was cut, as the request's overflow policy allows
     finish_reason: str | None
-    calls: int = 0
+    calls: int = 0  # model calls of a diffusion model for its answer; 0 for other models
 
 
 @dataclass
 class Histogram:
-    """Counts of observations by bucket, with their sum. Not thread-safe: its owner hands out copies.
+    """Counts of observations by bucket, with their sum. Not thread-safe: its owner hands out copies."""
 
-    Attributes:
-        bounds: inclusive upper bounds of the buckets, strictly ascending; one more bucket is unbounded.
-        counts: observations per bucket, ``len(bounds) + 1`` values, not cumulative.
-    """
-
-    bounds: tuple[float, ...]
-    counts: list[int] = field(default_factory=list)
+    bounds: tuple[float, ...]  # inclusive upper bounds of the buckets, strictly ascending; one more bucket is unbounded
+    counts: list[int] = field(default_factory=list)  # observations per bucket, `len(bounds) + 1` values, not cumulative
     sum: float = 0.0
 
     def __post_init__(self) -> None:

@@ -16,20 +16,13 @@ class Ranked:
     """One position's most probable tokens; the next call may overwrite them.
 
     A choice made from them equals the choice from the whole row; otherwise :class:`UndecidedError` is raised.
-
-    Attributes:
-        ids: of the most probable tokens [K]; ties are in any order.
-        values: their logits [K], the largest first.
-        total: sum of exp(logit - largest) over the vocabulary, to about 1e-6 of itself.
-        vocab_size: tokens in all.
-        whole: copies the logits of all tokens [V] from the GPU.
     """
 
-    ids: npt.NDArray[np.int64]
-    values: Logits
-    total: float
-    vocab_size: int
-    whole: Callable[[], Logits]
+    ids: npt.NDArray[np.int64]  # of the most probable tokens [K]; ties are in any order
+    values: Logits  # their logits [K], the largest first
+    total: float  # sum of exp(logit - largest) over the vocabulary, to about 1e-6 of itself
+    vocab_size: int  # tokens in all
+    whole: Callable[[], Logits]  # copies the logits of all tokens [V] from the GPU
 
     def copy(self) -> Logits:
         row: Logits = self.whole().copy()

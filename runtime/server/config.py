@@ -48,28 +48,20 @@ def _setting(section: str, default: Any, text: str, **attributes: Any) -> Any:
 
 @dataclass(frozen=True)
 class Setting:
-    """One key, as ``llmc serve`` and the reference in README.md show it.
+    """One key, as ``llmc serve`` and the reference in README.md show it."""
 
-    Attributes:
-        name: of the key; its flag is :attr:`flag`.
-        kind: ``flag`` (true or false), ``integer``, ``number``, ``text``, ``path``, ``choice``, ``list`` (of texts) or
-            ``models`` (names to paths).
-        default: what holds if it is left out; None: what ``help`` says, or none.
-        section: the heading that it stands under.
-        unit: ``bytes``, ``seconds`` and the like, or nothing.
-        low, high: the range of a number, both included.
-        choices: the values of a ``choice``.
-    """
-
-    name: str
+    name: str  # of the key; its flag is flag
+    # `flag` (true or false), `integer`, `number`, `text`, `path`, `choice`, `list` (of texts) or `models` (names to
+    # paths)
     kind: str
-    default: Any
-    section: str
+    default: Any  # what holds if it is left out; None: what `help` says, or none
+    section: str  # the heading that it stands under
     help: str
-    unit: str = ""
+    unit: str = ""  # `bytes`, `seconds` and the like, or nothing
+    # the range of a number, both included
     low: float | None = None
     high: float | None = None
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()  # the values of a `choice`
 
     @property
     def flag(self) -> str:

@@ -20,16 +20,11 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """A loaded adapter, as its model shows it.
-
-    Attributes:
-        sha256: of all that it changes: what prefixes that were computed with it are named by.
-        rank: of its factors.
-    """
+    """A loaded adapter, as its model shows it."""
 
     name: str
-    sha256: str
-    rank: int
+    sha256: str  # of all that it changes: what prefixes that were computed with it are named by
+    rank: int  # of its factors
 
 
 @dataclass(frozen=True, eq=False)

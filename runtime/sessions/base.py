@@ -33,24 +33,18 @@ class Batch:
     """One call: new tokens for the cache rows ``first_row`` ... ``first_row + B - 1``.
 
     A session is done with the arrays when ``run`` returns; the caller may write them anew.
-
-    Attributes:
-        feeds: arrays by the names of :data:`llmc.bundle.contract.INPUTS`. Every call has ``input_ids`` int64 [B, S],
-            ``past_lengths`` int64 [B] and ``logit_indices`` int64 [B, O], ascending, where O may be 0. Graphs that ask
-            for others get the plain ones of the table unless the call brings them; a session ignores what no graph
-            asks for. ``new_lengths`` of a call of several tokens for several rows differ only if the session packs
-            rows; ``hidden`` is then [1, T, H].
-        adapters: one for each row, None for a row without; empty where no row has one.
-        provisional: of a call of one row, whether its states stay as they are until :meth:`Session.accept`.
-        begun: what :meth:`Session.begin` left for the call.
     """
 
     phase: Phase
+    # arrays by the names of INPUTS. Every call has `input_ids` int64 [B, S], `past_lengths` int64 [B] and
+    # `logit_indices` int64 [B, O], ascending, where O may be 0. Graphs that ask for others get the plain ones of the
+    # table unless the call brings them; a session ignores what no graph asks for. `new_lengths` of a call of several
+    # tokens for several rows differ only if the session packs rows; `hidden` is then [1, T, H].
     feeds: Feeds
     first_row: int = 0
-    adapters: tuple[Adapter | None, ...] = ()
-    provisional: bool = False
-    begun: Any = None
+    adapters: tuple[Adapter | None, ...] = ()  # one for each row, None for a row without; empty where no row has one
+    provisional: bool = False  # of a call of one row, whether its states stay as they are until accept
+    begun: Any = None  # what begin left for the call
 
     @classmethod
     def of(cls, phase: Phase, ids: Ids, past: Ids, outputs: Ids, first_row: int = 0, **more: NDArray[Any]) -> "Batch":

@@ -8,20 +8,15 @@ TokenOf = Callable[[str], int | None]
 
 @dataclass(frozen=True)
 class Infill:
-    """A family's marks, one token each.
+    """A family's marks, one token each."""
 
-    Attributes:
-        prefix, suffix, middle: before the text before the gap, before the text after it, and where the gap begins;
-            ``middle`` is empty if the gap begins after the text before it.
-        suffix_first: True if the text after the gap comes first.
-        ends: further tokens that end an answer.
-    """
-
+    # before the text before the gap, before the text after it, and where the gap begins; `middle` is empty if the gap
+    # begins after the text before it
     prefix: str
     suffix: str
     middle: str
-    suffix_first: bool = False
-    ends: tuple[str, ...] = ()
+    suffix_first: bool = False  # True if the text after the gap comes first
+    ends: tuple[str, ...] = ()  # further tokens that end an answer
 
     @property
     def marks(self) -> tuple[str, ...]:

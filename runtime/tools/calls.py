@@ -22,16 +22,11 @@ Spell = Callable[[str], str]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the model makes.
+    """A call that the model makes."""
 
-    Attributes:
-        id: nine letters and digits; some templates accept nothing else.
-        arguments: JSON text; incomplete if the output was cut off by its length.
-    """
-
-    id: str
+    id: str  # nine letters and digits; some templates accept nothing else
     name: str
-    arguments: str
+    arguments: str  # JSON text; incomplete if the output was cut off by its length
 
     def to_dict(self) -> dict[str, Any]:
         """The call as an entry of ``tool_calls`` in OpenAI's messages."""
@@ -40,35 +35,23 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """A piece of a call.
+    """A piece of a call."""
 
-    Attributes:
-        index: number of the call in its output.
-        id, name: in the call's first piece; None in later ones.
-        arguments: the next piece of the JSON text.
-    """
-
-    index: int
+    index: int  # number of the call in its output
+    # in the call's first piece; None in later ones
     id: str | None
     name: str | None
-    arguments: str
+    arguments: str  # the next piece of the JSON text
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call.
+    """A function that the model may call."""
 
-    Attributes:
-        name: of letters, digits, ``_``, ``-`` and ``.``, :data:`LONGEST_NAME` at most.
-        parameters: JSON schema of its arguments, an object; None if the request gives none.
-        strict: True if calls must follow the whole schema.
-        place: path of the parameters in the request, for errors.
-    """
-
-    name: str
-    parameters: Mapping[str, Any] | None
-    strict: bool = False
-    place: str = ""
+    name: str  # of letters, digits, `_`, `-` and `.`, LONGEST_NAME at most
+    parameters: Mapping[str, Any] | None  # JSON schema of its arguments, an object; None if the request gives none
+    strict: bool = False  # True if calls must follow the whole schema
+    place: str = ""  # path of the parameters in the request, for errors
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -135,14 +118,10 @@ def choose_tools(tools: Sequence[Tool], choice: str) -> tuple[Tool, ...]:
 
 
 class CallFormat(ABC):
-    """A model's way of writing calls; in most formats a call begins with one mark, ``begin``.
-
-    Attributes:
-        frame: texts with special tokens before and after an answer without calls.
-    """
+    """A model's way of writing calls; in most formats a call begins with one mark, ``begin``."""
 
     begin: str
-    frame: tuple[str, str] = ("", "")
+    frame: tuple[str, str] = ("", "")  # texts with special tokens before and after an answer without calls
 
     @property
     def begins(self) -> tuple[str, ...]:

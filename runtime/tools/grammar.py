@@ -31,16 +31,11 @@ _EXTENSION = re.compile("x-(?!guidance$)")  # a vendor's own annotation
 
 @dataclass(frozen=True)
 class Parameter:
-    """One of a tool's parameters.
-
-    Attributes:
-        schema: with the definitions that it may refer to.
-        required: True if every call must have it.
-    """
+    """One of a tool's parameters."""
 
     name: str
-    schema: dict[str, Any]
-    required: bool
+    schema: dict[str, Any]  # with the definitions that it may refer to
+    required: bool  # True if every call must have it
 
 
 def literal(value: str) -> str:

@@ -16,18 +16,13 @@ _BEFORE, _THINKING, _ANSWER = range(3)  # parts of an output
 
 @dataclass(frozen=True)
 class ThinkingMarks:
-    """The texts around reasoning, mostly special tokens.
+    """The texts around reasoning, mostly special tokens."""
 
-    Attributes:
-        begin, end: before and after the reasoning.
-        answer: text between the reasoning's end and the answer; if not empty, the model always reasons.
-        form: name of the call format that answers use even if no tool can be called; empty for plain text.
-    """
-
+    # before and after the reasoning
     begin: str
     end: str
-    answer: str = ""
-    form: str = ""
+    answer: str = ""  # text between the reasoning's end and the answer; if not empty, the model always reasons
+    form: str = ""  # name of the call format that answers use even if no tool can be called; empty for plain text
 
 
 MARKS = (

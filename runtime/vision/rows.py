@@ -11,21 +11,14 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, eq=False)
 class ImageRows:
-    """The embedding rows of all images in a prompt.
+    """The embedding rows of all images in a prompt."""
 
-    Attributes:
-        positions: int64 [R], ascending: the positions of image tokens.
-        names: int64 [R], negative, unlike any token: the names of these positions in the prefix cache.
-        rows: float32 [R, hidden or more]: replace the embeddings of these tokens.
-        places: int64 [3, P]: coordinates of the prompt's tokens if positions have several axes; else None.
-        whole: True if an image's rows attend to later rows, so that all of them must be fed in one call.
-    """
-
-    positions: NDArray[np.int64]
-    names: NDArray[np.int64]
-    rows: NDArray[np.float32]
+    positions: NDArray[np.int64]  # int64 [R], ascending: the positions of image tokens
+    names: NDArray[np.int64]  # int64 [R], negative, unlike any token: the names of these positions in the prefix cache
+    rows: NDArray[np.float32]  # float32 [R, hidden or more]: replace the embeddings of these tokens
+    # int64 [3, P]: coordinates of the prompt's tokens if positions have several axes; else None
     places: NDArray[np.int64] | None = None
-    whole: bool = False
+    whole: bool = False  # True if an image's rows attend to later rows, so that all of them must be fed in one call
 
     def feeds(self, start: int, end: int) -> dict[str, NDArray[Any]]:
         """Inputs of a one-row call for the positions ``start`` ... ``end - 1``: image rows, and any coordinates."""

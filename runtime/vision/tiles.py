@@ -19,14 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """An image cut for the tower.
+    """An image cut for the tower."""
 
-    Attributes:
-        pixels: uint8 [3, height, width] each: the tiles row by row, then the whole image; or only the whole image.
-        rows, columns: of the tiles; 0 if the image was not cut.
-    """
-
+    # uint8 [3, height, width] each: the tiles row by row, then the whole image; or only the whole image
     pixels: Sequence[NDArray[np.uint8]] | NDArray[np.uint8]
+    # of the tiles; 0 if the image was not cut
     rows: int = 0
     columns: int = 0
 

@@ -25,17 +25,11 @@ MOST_IGNORED = 32  # names in a header; a client may send thousands
 
 
 class Bill(NamedTuple):
-    """The requests and tokens that a client took so far.
+    """The requests and tokens that a client took so far."""
 
-    Attributes:
-        requests: beyond the one that was admitted.
-        reserved: tokens that were used, and the most that running requests may use.
-        used: tokens of prompts and outputs so far.
-    """
-
-    requests: int = 0
-    reserved: int = 0
-    used: int = 0
+    requests: int = 0  # beyond the one that was admitted
+    reserved: int = 0  # tokens that were used, and the most that running requests may use
+    used: int = 0  # tokens of prompts and outputs so far
 
 
 NOTHING = Bill()
@@ -47,19 +41,14 @@ def take_any(_: Any) -> None:
 
 @dataclass(eq=False)
 class Client:
-    """The sender of a request.
+    """The sender of a request."""
 
-    Attributes:
-        key: None where the service asks for none.
-        report: takes the bill whenever it grows. Raises ApiError: 429, the key's rate has no room.
-        owe: takes tokens that were used elsewhere, whether the key's rate has room or not.
-        handles: requests that were submitted to models.
-    """
-
-    key: Key | None = None
+    key: Key | None = None  # None where the service asks for none
+    # takes the bill whenever it grows. Raises ApiError: 429, the key's rate has no room.
     report: Callable[[Bill], None] = take_any
+    # takes tokens that were used elsewhere, whether the key's rate has room or not
     owe: Callable[[int], None] = take_any
-    handles: list[Handle] = field(default_factory=list)
+    handles: list[Handle] = field(default_factory=list)  # requests that were submitted to models
     _spent: Bill = NOTHING  # beside the handles
 
     @property
@@ -132,21 +121,14 @@ def cost(handle: Handle) -> int:
 
 @dataclass(eq=False)
 class Call:
-    """One request of HTTP.
+    """One request of HTTP."""
 
-    Attributes:
-        client: its sender.
-        has_admin: some key is an admin's.
-        size: bytes of its body.
-        ignored: names of parameters that were accepted though they cannot change the answer.
-        fields: of its line in the log; those that are None are not written.
-    """
-
-    client: Client = field(default_factory=Client)
-    has_admin: bool = False
-    size: int = 0
+    client: Client = field(default_factory=Client)  # its sender
+    has_admin: bool = False  # some key is an admin's
+    size: int = 0  # bytes of its body
+    # names of parameters that were accepted though they cannot change the answer
     ignored: dict[str, None] = field(default_factory=dict)
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)  # of its line in the log; those that are None are not written
 
     def note(self, **fields: Any) -> None:
         """Write these fields in the request's line of the log."""

@@ -41,28 +41,18 @@ _VALUES = {
 
 @dataclass(frozen=True)
 class Key:
-    """One client's.
+    """One client's."""
 
-    Attributes:
-        name: for logs and metrics.
-        digest: SHA-256 of the key; the key itself is not kept.
-        models: names that it may use; None: all.
-        requests_per_minute, tokens_per_minute: None: as the settings say.
-        lowest_priority: what its requests may ask for; lower ones have their turn sooner.
-        admin: it may load and unload models.
-        local_only: nothing of its requests goes to the upstream.
-        raw_special: its prompts of completions may spell control tokens, where the settings let them.
-    """
-
-    name: str
-    digest: bytes
-    models: frozenset[str] | None = None
+    name: str  # for logs and metrics
+    digest: bytes  # SHA-256 of the key; the key itself is not kept
+    models: frozenset[str] | None = None  # names that it may use; None: all
+    # None: as the settings say
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    lowest_priority: int = 0
-    admin: bool = False
-    local_only: bool = False
-    raw_special: bool = True
+    lowest_priority: int = 0  # what its requests may ask for; lower ones have their turn sooner
+    admin: bool = False  # it may load and unload models
+    local_only: bool = False  # nothing of its requests goes to the upstream
+    raw_special: bool = True  # its prompts of completions may spell control tokens, where the settings let them
 
     def __repr__(self) -> str:
         return f"Key({self.name!r})"

@@ -34,47 +34,29 @@ Phase = Literal["unloaded", "loading", "ready", "failed"]
 
 @dataclass(frozen=True)
 class ModelState:
-    """A model of the pool at one moment.
+    """A model of the pool at one moment."""
 
-    Attributes:
-        phase: ``ready`` while one serves, also while another one is loaded beside it.
-        reason: why the last attempt to load or to swap failed; None where it did not.
-        memory: bytes that it takes now, by its bundle's plan and the present size of its caches.
-        promised: bytes of the plan of all models that it may grow to; 0 of a single model, which has no such plan.
-        users: requests that hold it.
-        draining: bundles that were swapped out and finish their requests.
-        loads: how often it was loaded.
-    """
-
-    phase: Phase
-    reason: str | None
-    memory: int
-    promised: int
-    users: int
-    draining: int
-    loads: int
+    phase: Phase  # `ready` while one serves, also while another one is loaded beside it
+    reason: str | None  # why the last attempt to load or to swap failed; None where it did not
+    memory: int  # bytes that it takes now, by its bundle's plan and the present size of its caches
+    promised: int  # bytes of the plan of all models that it may grow to; 0 of a single model, which has no such plan
+    users: int  # requests that hold it
+    draining: int  # bundles that were swapped out and finish their requests
+    loads: int  # how often it was loaded
 
 
 @dataclass(eq=False)
 class Loaded:
-    """A loaded model.
-
-    Attributes:
-        memory: bytes of the plan of all models that it may take; 0 where there is no plan.
-        draft: bytes of its draft model at its largest.
-        published: names the publication of its folder; None where another one took its place meanwhile.
-        adapters: that came with it.
-        users: requests that hold it.
-        used: rises with every use.
-    """
+    """A loaded model."""
 
     model: Any  # a Generator or an Embedder
-    memory: int
-    draft: int
+    memory: int  # bytes of the plan of all models that it may take; 0 where there is no plan
+    draft: int  # bytes of its draft model at its largest
+    # names the publication of its folder; None where another one took its place meanwhile
     published: tuple[int, ...] | None
-    adapters: tuple[str, ...]
-    users: int = 0
-    used: int = 0
+    adapters: tuple[str, ...]  # that came with it
+    users: int = 0  # requests that hold it
+    used: int = 0  # rises with every use
 
     @property
     def held(self) -> int:

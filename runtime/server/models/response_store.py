@@ -15,19 +15,12 @@ Item = dict[str, Any]
 
 @dataclass(frozen=True)
 class Stored:
-    """A response with what it answered.
+    """A response with what it answered."""
 
-    Attributes:
-        previous: the id of the response that it goes on from.
-        items: what was new in its input, as JSON.
-        response: as it was sent.
-        ids: of those items, and of those of its output.
-    """
-
-    previous: str | None
-    items: bytes
-    response: bytes
-    ids: tuple[str, ...] = ()
+    previous: str | None  # the id of the response that it goes on from
+    items: bytes  # what was new in its input, as JSON
+    response: bytes  # as it was sent
+    ids: tuple[str, ...] = ()  # of those items, and of those of its output
 
     @property
     def size(self) -> int:

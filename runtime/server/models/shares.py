@@ -23,15 +23,10 @@ U = TypeVar("U", bound=Used)
 
 @dataclass(frozen=True)
 class MemoryShares:
-    """One plan of memory for several models, which waits for nothing and loads nothing.
+    """One plan of memory for several models, which waits for nothing and loads nothing."""
 
-    Attributes:
-        memory: bytes that all models may take together.
-        needed: bytes that all models need at least, together.
-    """
-
-    memory: int
-    needed: int
+    memory: int  # bytes that all models may take together
+    needed: int  # bytes that all models need at least, together
 
     def check(self, need: MemoryNeed, folder: Path) -> None:
         """Raises ResourceError: the bundle of a folder does not fit, even alone."""

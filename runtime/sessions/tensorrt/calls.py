@@ -13,17 +13,13 @@ from llmc.runtime.sessions.tensorrt.engine import DECODE, PREFILL
 
 @dataclass(frozen=True)
 class Piece:
-    """One call of the engine's share of a batch.
-
-    Attributes:
-        rows, tokens: of the batch, from ... to.
-        outputs: places of its logits among those of these rows.
-    """
+    """One call of the engine's share of a batch."""
 
     profile: int
+    # of the batch, from ... to.
     rows: slice
     tokens: slice
-    outputs: NDArray[np.int64]
+    outputs: NDArray[np.int64]  # places of its logits among those of these rows
 
 
 def pieces(batch: Batch, config: EngineConfig) -> Iterator[Piece]:

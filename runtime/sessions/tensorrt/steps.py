@@ -25,20 +25,15 @@ RECORDED_TOKENS = 16
 
 @dataclass(frozen=True)
 class Call:
-    """All that tells one call from another once its numbers are left out; a recorded call has it baked in.
+    """All that tells one call from another once its numbers are left out; a recorded call has it baked in."""
 
-    Attributes:
-        profile: of the engine: decode or prefill.
-        rows, sequence, outputs: B, S, O.
-        attended: cache positions that attention looks at.
-    """
-
-    profile: int
+    profile: int  # of the engine: decode or prefill
+    # B, S, O
     rows: int
     sequence: int
     outputs: int
     first_row: int
-    attended: int
+    attended: int  # cache positions that attention looks at
 
 
 class Step:

@@ -146,18 +146,12 @@ DIALECTS: dict[str, tuple[Callable[[str], dict[str, Any]], Callable[[Any], int]]
 
 @dataclass
 class Load:
-    """Clients that ask again and again, and what they got.
-
-    Attributes:
-        answers: texts, by group and kind.
-        broken: streams that ended with an error, after how many characters.
-        failed: everything else.
-    """
+    """Clients that ask again and again, and what they got."""
 
     url: str
-    answers: dict[tuple[int, int], set[str]] = field(default_factory=dict)
-    broken: list[int] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
+    answers: dict[tuple[int, int], set[str]] = field(default_factory=dict)  # texts, by group and kind
+    broken: list[int] = field(default_factory=list)  # streams that ended with an error, after how many characters
+    failed: list[str] = field(default_factory=list)  # everything else
     count: int = 0
     stop: threading.Event = field(default_factory=threading.Event)
 
