@@ -165,8 +165,8 @@ def _read_patching(keys: Keys, tower: PatchTowerConfig) -> Vision:
     _check_steps(keys, QWEN_KINDS)
     sizes = {"patch_size": tower.patch, "temporal_patch_size": tower.frames, "merge_size": tower.merged}
     for name, value in sizes.items():
-        if (found := keys.integer(name, value)) != value:
-            raise keys.error(name, found, f"{value}, as in the vision_config")
+        if (stated := keys.integer(name, value)) != value:
+            raise keys.error(name, stated, f"{value}, as in the vision_config")
     size = keys.inside("size") if keys.raw("size") is not None else Keys({}, keys.where)
     size.rename({"shortest_edge": "min_pixels", "longest_edge": "max_pixels"})
     least, most = size.integer("min_pixels", 56 * 56), size.integer("max_pixels", 28 * 28 * 1280)
