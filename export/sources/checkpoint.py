@@ -152,7 +152,7 @@ def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: b
     )
     found = _merge(folder, config, prefix_names(stored) if ending else stored, adapters)
     if ending is not None:
-        config, tensors_in_files = replace_head(folder, config, ending, tensors_in_files)
+        config, found = replace_head(folder, config, ending, found)
     elif config.diffusion is None and not all(item.causal for item in config.geometry.attentions):
         raise CheckpointError(
             f"{folder}: this model looks at later tokens too, so it generates no text, and there is no modules.json "
