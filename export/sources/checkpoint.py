@@ -152,7 +152,7 @@ def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: b
     )
     tensors_in_files = _merge(folder, config, prefix_names(stored) if ending else stored, adapters)
     if ending is not None:
-        config, found = replace_head(folder, config, ending, found)
+        config, tensors_in_files = replace_head(folder, config, ending, tensors_in_files)
     elif config.diffusion is None and not all(item.causal for item in config.geometry.attentions):
         raise CheckpointError(
             f"{folder}: this model also attends to later tokens, so it generates no text, and without modules.json its "

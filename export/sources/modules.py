@@ -50,8 +50,7 @@ class Ending:
 
 
 def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
-    """Read the part after the encoder's layers; None for a model that generates. ``config`` is that of
-    ``config.json``."""
+    """Read the modules after the encoder's layers; None for a generating model. ``config``: from config.json."""
     architectures = config.get("architectures")
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     classifies = architecture.endswith("ForSequenceClassification")
@@ -99,7 +98,7 @@ def prefix_names(stored: Mapping[str, Weight]) -> dict[str, Weight]:
 def replace_head(
     folder: Path, config: DecoderConfig, ending: Ending, stored: Mapping[str, Weight]
 ) -> tuple[DecoderConfig, dict[str, Weight]]:
-    """The decoder with an encoder's end instead of its head, and the tensors of both."""
+    """The decoder with an encoder's modules instead of its head, and the tensors of both."""
     end, tensors = _measure(folder, config, ending.encoder), dict(stored)
     head = tensors.pop(HEAD_WEIGHT, tensors.get(TABLE_WEIGHT) if config.tied_head else None)
     for number, row in enumerate(end.score_rows):
@@ -252,7 +251,7 @@ def _logit_score(folder: Path, name: str, sigmoid: bool, template: bool) -> Enco
     rows = [keys.integer("true_token_id")]
     false_token = keys.optional_integer("false_token_id")
     keys.finish()
-    rows += [] if other is None else [other]
+    rows += [] if false_token is None else [false_token]
     return EncoderConfig(
         result="scores", pooling="last", width=1, template=template, score_rows=tuple(rows), sigmoid=sigmoid
     )

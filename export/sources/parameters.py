@@ -43,7 +43,7 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
     tensors = _stack_experts(folder, config, renamed)
     shapes, parameters = config.parameter_shapes, Tensors(tensors)
     for packed, names in config.packed_parameters.items():
-        if packed in tensors and names[0] in shapes:  # a layer may lack that part
+        if packed in tensors and names[0] in shapes:  # a layer may lack this part
             del parameters[packed]
             parts = [shapes[name] for name in names]
             parameters |= dict(
@@ -53,7 +53,9 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
         if isinstance(tensors[name], Mxfp4Tensor):
             continue
         shape = tensors[name].shape
-        parameters[name] = _make_view(folder, tensors[name], _turn_each, (*shape[:1], *shape[:0:-1]))
+        parameters[name] = _make_view(
+            folder, tensors[name], lambda stack: stack.swapaxes(1, 2), (*shape[:1], *shape[:0:-1])
+        )
     for name in list_offset_norms(config) & tensors.keys():
         parameters[name] = _make_view(folder, tensors[name], _plus_one, tensors[name].shape, "F32")
     for item in config.geometry.recurrents:
@@ -63,7 +65,8 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
     for name in _list_norms_of_ones(config, shapes):
         parameters[name] = MadeTensor("F32", shapes[name], partial(_filled, 1.0, shapes[name]))
     plain = {name for name, tensor in tensors.items() if not isinstance(tensor, QuantizedTensor)}
-    for name in _list_transposed(config) & plain:
+    transposed = {f"{linear.name}.weight" for linear in config.geometry.linears[:-1]} if config.transposed else set()
+    for name in transposed & plain:
         parameters[name] = _make_view(folder, tensors[name], np.transpose, tensors[name].shape[::-1])
     return parameters
 
@@ -153,13 +156,9 @@ def _read_flat(folder: Path, tensors: Sequence[Weight]) -> Iterator[Array]:
 def list_offset_norms(config: DecoderConfig) -> set[str]:
     plain = {
         f"{item.name}.norm" for item in config.geometry.recurrents
-    }  # behind a recurrence weights are stored as they are
+    }  # norms after a recurrence store their weights unchanged
     listed = {norm.name for norm in config.geometry.norms} - plain
     return {f"{name}.weight" for name in listed} if config.norm.offset else set()
-
-
-def _list_transposed(config: DecoderConfig) -> set[str]:
-    return {f"{linear.name}.weight" for linear in config.geometry.linears[:-1]} if config.transposed else set()
 
 
 def _list_transposed_stacks(config: DecoderConfig) -> set[str]:
@@ -197,8 +196,7 @@ def rename_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, T])
 
 
 def _stack_experts(folder: Path, config: DecoderConfig, tensors: Tensors) -> Tensors:
-    """Stack the weights of a layer's experts into one tensor, if the checkpoint stores each expert, or gate and up,
-    separately."""
+    """Stack the weights of a layer's experts into one tensor, if experts, or gate and up, are stored separately."""
     stacked = Tensors(tensors)
     for item in config.geometry.mixtures:
         experts = config.layers[item.layer].experts
@@ -343,11 +341,6 @@ def _of_heads(config: DecoderConfig, part: int, whole: Array) -> Array:
 
 def _columns(start: int, stop: int, whole: Array) -> Array:
     turned: Array = whole.T[start:stop]
-    return turned
-
-
-def _turn_each(stack: Array) -> Array:
-    turned: Array = stack.swapaxes(1, 2)
     return turned
 
 

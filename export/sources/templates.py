@@ -15,9 +15,9 @@ MOST_NAMED = 64
 
 
 def place_templates(source: Path, staging: Path, sees: bool) -> None:
-    """Put a processor's ``chat_template.json``, and the named templates of ``additional_chat_templates``, into the
+    """Move a processor's ``chat_template.json``, and the named templates of ``additional_chat_templates``, into the
     tokenizer's files that were copied to ``staging`` from the checkpoint ``source``. If the model ``sees`` images, the
-    processor's template goes before the tokenizer's. Raises CheckpointError: a template cannot be read."""
+    processor's template replaces the tokenizer's. Raises CheckpointError: a template cannot be read."""
     config = read_json(staging / CONFIG_FILE) if (staging / CONFIG_FILE).exists() else {}
     stated, plain = config.get("chat_template"), _read_text(source, PLAIN)
     if plain is None and (sees or not stated) and find_own_file(source, OF_PROCESSOR):

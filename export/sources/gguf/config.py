@@ -27,8 +27,8 @@ _NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
 
 
 class Metadata:
-    """An architecture's metadata, of which every key must be read or skipped, and the shapes of the file's tensors by
-    name. ``where`` names the file in messages, ``read`` gives the values of a tensor of few numbers."""
+    """An architecture's metadata, every key of which must be read or skipped, and the shapes of the file's tensors by
+    name. ``where`` names the file in errors, ``read`` returns the values of a small tensor."""
 
     def __init__(
         self,
@@ -77,7 +77,6 @@ class Metadata:
         return values
 
     def has(self, tensor: str) -> bool:
-        """True if the first layer has this tensor."""
         return f"blk.0.{tensor}" in self.shapes
 
     def skip(self, *keys: str) -> None:
@@ -132,8 +131,7 @@ def head_dim(config: Mapping[str, Any]) -> int:
 
 
 def read_rope(data: Metadata, config: Mapping[str, Any], *, partial: bool = False) -> dict[str, Any]:
-    """A rope: llama3's if the file has its factors, else as the metadata say. It turns whole heads, unless ``partial``
-    says that the file tells how much of them."""
+    """The rope: Llama 3's if the file has its factors, else by metadata; of whole heads unless ``partial``."""
     base = {"rope_theta": config.get("rope_theta", 10_000.0)}
     if partial:
         base["partial_rotary_factor"] = turned_values(data, config) / head_dim(config)
