@@ -17,6 +17,7 @@ from llmc.bundle import ADAPTERS_FOLDER, Manifest, write_manifest
 from llmc.errors import BundleError, EngineClosedError, GpuError, LlmcError, RequestError, ResourceError, UsageError
 from llmc.publish import file_entries
 from llmc.runtime import load
+from llmc.runtime.loaded import LoadedBundle
 from llmc.runtime.loading import memory_need
 from llmc.runtime.server.http.errors import from_llmc
 from llmc.runtime.server.models import loading as module
@@ -247,14 +248,17 @@ class TestLoading:
         self, make: Make, loader: Loader, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
     ):
         class Vectors:
-            encoder, diffusion = True, None
+            encoder = True
+
+            def __getattr__(self, name: str) -> tuple[()]:
+                return ()  # nothing else is so
 
         pool = make("a", threads=3, max_queue=5, memory=None)
         manifest = pool.manifest("a")
         assert pool._loader.options_of(manifest) == {"threads": 3, "max_queue": 5, **OPTIONS}
         object.__setattr__(manifest, "geometry", Vectors())
         await use(pool, "a")
-        assert loader.loaded[0].options == {"threads": 3, "adapters": {}}
+        assert loader.loaded[0].options == {"threads": 3, "adapters": {}, "kind": LoadedBundle}
 
 
 class TestMemory:
