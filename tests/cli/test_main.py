@@ -189,7 +189,7 @@ def test_an_output_that_knows_no_emoji_gets_an_escape():
         (["run", "--max-new-tokens=4"], "there is no --max-new-tokens, did you mean --max-tokens?"),
         (["plan", "--context", "4"], "there is no --context, did you mean --max-context?"),
         (["run", "-c", "4"], "there is no -c, did you mean --max-context?"),
-        (["run", "-m", "x"], "there is no -m: the model stands without a flag, as llmc run BUNDLE"),
+        (["run", "-m", "x"], "there is no -m: the model is an argument without a flag, as llmc run BUNDLE"),
         (["run", "owner/name"], "llmc downloads nothing; if this is a model's name at Hugging Face: hf download"),
         (["build", "owner/name", "-o", "x"], "hf download owner/name --local-dir name and then llmc build name -o"),
         (["run", "owner/model.gguf"], "owner/model.gguf: there is no such folder, expected a bundle"),

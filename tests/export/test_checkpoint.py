@@ -85,7 +85,7 @@ def test_a_folder_that_is_no_whole_checkpoint_is_refused(checkpoint, name):
 
 def test_a_missing_folder_is_named(checkpoint):
     checkpoint.folder = checkpoint.folder / "nowhere"
-    refuses(checkpoint, "nowhere is no folder", "local Hugging Face checkpoint folder")
+    refuses(checkpoint, "nowhere is not a folder", "local Hugging Face checkpoint folder")
 
 
 def test_an_adapter_alone_is_no_model(checkpoint):
@@ -155,7 +155,7 @@ def test_a_corrupt_index_is_named(checkpoint, text):
 def test_an_index_that_leads_out_of_the_folder_is_refused(checkpoint, file):
     checkpoint.split()
     checkpoint.write_index({"model.norm.weight": file})
-    refuses(checkpoint, "model.norm.weight is said to be in", "a file name in the same folder")
+    refuses(checkpoint, "model.norm.weight is listed in", "a file name in the same folder")
 
 
 def test_an_index_that_disagrees_with_its_shards_is_refused(checkpoint):

@@ -218,7 +218,7 @@ REFUSED = [
     ("preprocessor_config.json", {"resample": 6}, "resample=6 is unsupported"),
     ("processor_config.json", {"image_seq_len": 64}, "image_seq_len=64 is unsupported; expected 4, the rows"),
     ("processor_config.json", {"audio_processor": {}}, "audio_processor={} is not known to llmc"),
-    ("config.json", {"image_token_id": 4097}, "no token <image> with the number 4097"),
+    ("config.json", {"image_token_id": 4097}, "no token <image> with the id 4097"),
     ("config.json", {"scale_factor": 3}, "image_size=32 is unsupported; expected a multiple of 12"),
     ("config.json", {"vision_config": {"model_type": "clip_vision_model"}}, "model_type='clip_vision_model'"),
     ("config.json", {"vision_config": {"rope": 1}}, "rope=1 is not known to llmc"),
@@ -236,7 +236,7 @@ GEMMA_REFUSED = [
     ("processor_config.json", {"image_seq_length": 64}, "image_seq_length=64 is unsupported; expected 16, the rows"),
     ("config.json", {"mm_tokens_per_image": 15}, "expected the square of a divisor of the 8 patches"),
     ("config.json", {"mm_tokens_per_image": 9}, "expected the square of a divisor of the 8 patches"),
-    ("config.json", {"image_token_index": 4097}, "no token <image_soft_token> with the number 4097"),
+    ("config.json", {"image_token_index": 4097}, "no token <image_soft_token> with the id 4097"),
     ("config.json", {"vision_config": {"model_type": "siglip"}}, "model_type='siglip' is unsupported"),
 ]
 LFM2_REFUSED = [
@@ -259,7 +259,7 @@ QWEN_REFUSED = [
     ("preprocessor_config.json", {"temporal_patch_size": 1}, "temporal_patch_size=1 is unsupported; expected 2"),
     ("preprocessor_config.json", {"min_pixels": 5000}, "min_pixels=5000 .* at most max_pixels=4096"),
     ("preprocessor_config.json", {"max_pixels": 1 << 40}, "max_pixels=1099511627776 is unsupported"),
-    ("config.json", {"image_token_id": 4097}, "no token <.image_pad.> with the number 4097"),
+    ("config.json", {"image_token_id": 4097}, "no token <.image_pad.> with the id 4097"),
 ]
 QWEN_VISION: list[tuple[dict[str, Any], str]] = [
     ({"num_heads": 3}, "num_heads=3 is unsupported; expected a divisor of a fourth"),

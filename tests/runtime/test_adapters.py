@@ -338,7 +338,7 @@ def test_what_is_no_file_of_the_folder_is_refused_at_once(kind, file, bundles, t
         case "link out":
             path.symlink_to(tmp_path / "outside")
     found = Adapters(read_bundle(bundles / "fp32"), lambda: None)
-    with pytest.raises(BundleError, match=r"no regular file|leads out|Is a directory|No such file|No such device"):
+    with pytest.raises(BundleError, match=r"not a regular file|leads out|Is a directory|No such file|No such device"):
         found.load("sql", folder)
     assert found.loaded == {}
 

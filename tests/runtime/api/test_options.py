@@ -70,7 +70,7 @@ def test_a_level_that_the_build_did_not_see_kept_is_refused(
     manifest: Manifest, level: str, found: dict[str, Any], missing: str
 ):
     with pytest.raises(
-        UsageError, match=f"'{level}', but the build saw results depend on the number of {missing}; build"
+        UsageError, match=f"'{level}', but in the build results depended on the number of {missing}; build"
     ):
         check_level(seen(manifest, **found), Determinism(level))
 

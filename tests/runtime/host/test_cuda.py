@@ -216,7 +216,9 @@ def test_a_gpu_that_cannot_be_opened_comes_with_what_to_do(api: Api, name: str, 
 
 def test_a_driver_older_than_the_bindings_is_refused_with_both_remedies(api: Api):
     api.answers["cuDriverGetVersion"] = (12060,)
-    with pytest.raises(GpuError, match=r"speaks CUDA 12\.6, .* want 13\.0 .* 'cuda-bindings<13', or update the driver"):
+    with pytest.raises(
+        GpuError, match=r"supports CUDA 12\.6, .* need 13\.0 .* 'cuda-bindings<13', or update the driver"
+    ):
         Driver(api)
 
 

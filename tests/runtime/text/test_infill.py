@@ -74,7 +74,7 @@ def test_texts_longer_than_the_context_are_not_made_whole():
 
 
 def test_a_tokenizer_without_the_marks_is_named():
-    with pytest.raises(UsageError, match="suffix is given, but the tokenizer has no marks"):
+    with pytest.raises(UsageError, match="suffix is given, but the tokenizer has no known marks"):
         Tokenizer(byte_level("<fim_prefix>", "<fim_suffix>"), {}).encode_gap("a", "b", 100)
 
 

@@ -184,7 +184,7 @@ def test_an_answer_that_has_begun_is_gone_on_with(
                 "tools": [TOOL],
                 "tool_choice": {"type": "any"},
             },
-            "tool_choice asks for something before the answer",
+            "tool_choice asks for text before the answer",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
