@@ -251,7 +251,7 @@ class TestLoading:
         pool = make("a", threads=3, max_queue=5, memory=None)
         manifest = pool.manifest("a")
         assert pool._loader.options_of(manifest) == {"threads": 3, "max_queue": 5, **OPTIONS}
-        encoder = Encoder("embeddings", "last", 64, True, False)
+        encoder = Encoder(result="embeddings", pooling="last", width=64, normalized=True, template=False)
         object.__setattr__(manifest, "geometry", replace(manifest.geometry, encoder=encoder))
         await use(pool, "a")
         assert loader.loaded[0].options == {"kind": LoadedBundle, "threads": 3, "adapters": {}}
