@@ -44,8 +44,8 @@ CASES: dict[str, tuple[bytes, str]] = {
     "another format": (header(magic=b"PK\3\4"), r"is not a GGUF file (it begins with b'PK\x03\x04')"),
     "version 1": (header(version=1), "version 1; expected GGUF version 2 or 3"),
     "big-endian": (header(version=3 << 24), "big-endian"),
-    "tensors without end": (header(tensors=HUGE), f"it counts {HUGE} tensors, at most {MOST_ENTRIES}"),
-    "metadata without end": (header(entries=HUGE), f"it counts {HUGE} metadata, at most {MOST_ENTRIES}"),
+    "tensors without end": (header(tensors=HUGE), f"it counts {HUGE} tensors, expected at most {MOST_ENTRIES}"),
+    "metadata without end": (header(entries=HUGE), f"it counts {HUGE} metadata, expected at most {MOST_ENTRIES}"),
     "a text without end": (header(struct.pack("<Q", HUGE), entries=1), "its header goes on beyond"),
     "a key of a thousand letters": (header(entry("k" * 1000, 7, b"\1"), entries=1), "a key of 1000 characters"),
     "a key of two lines": (header(entry("k\nllmc: fine", 7, b"\1"), entries=1), r"'k\nllmc: fine' is a key with char"),
@@ -56,7 +56,7 @@ CASES: dict[str, tuple[bytes, str]] = {
     "an array of arrays": (header(entry("k", 9, struct.pack("<IQ", 9, 1)), entries=1), "an array of type 9"),
     "an array without end": (
         header(entry("k", 9, struct.pack("<IQ", 0, HUGE)), entries=1),
-        f"it counts {HUGE} items of k, at most {MOST_ITEMS}",
+        f"it counts {HUGE} items of k, expected at most {MOST_ITEMS}",
     ),
     "an array longer than the file": (
         header(entry("k", 9, struct.pack("<IQ", 8, MOST_ITEMS)), entries=1),
