@@ -44,8 +44,7 @@ def read(keys: Keys) -> DecoderConfig:
     keys.rename(KEYS)
     keys.skip(*SKIPPED)
     for name, plain in PLAIN.items():
-        if keys.raw(name) not in (None, plain):
-            raise keys.error(name, keys.raw(name), repr(plain))
+        keys.fixed(name, plain)
     config = read_decoder(keys, default_kv_heads=keys.integer("num_attention_heads"))
     return see_both_ways(keys, replace(config, renamed=renamed), shift=0)
 

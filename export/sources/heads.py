@@ -191,8 +191,8 @@ def _read_eagle(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors) ->
         )
     borders, normed = _read_borders(keys, len(model.config.layers)), keys.flag("norm_before_residual")
     input_norm = keys.flag("norm_before_fc")
-    for name in filter(keys.flag, ("fc_norm", "norm_output")):
-        raise keys.error(name, True, "false: for norms around the first linear and the result llmc has norm_before_fc")
+    for name in ("fc_norm", "norm_output"):
+        keys.fixed(name, False, ": for norms around the first linear and the result llmc has norm_before_fc")
     keys.skip(*EAGLE_KEYS)
     if SPECULATORS in keys:
         keys.skip(*SPECULATORS_KEYS)
@@ -234,8 +234,7 @@ def _read_borders(keys: Keys, layers: int) -> tuple[int, ...]:
         borders = keys.layer_numbers(BORDERS, borders) or borders
     elif keys.raw("eagle_config") is not None:
         inner = keys.inside("eagle_config")
-        if not inner.flag("use_aux_hidden_state", True):
-            raise inner.error("use_aux_hidden_state", False, "true")
+        inner.fixed("use_aux_hidden_state", True)
         borders = tuple(layer + 1 for layer in inner.layer_numbers(BORDERS, ())) or borders
         inner.finish()
     if not 0 < min(borders) <= max(borders) <= layers:

@@ -195,8 +195,7 @@ def _texts(folder: Path) -> tuple[int, bool]:
     keys = _keys(folder / TEXT_FILE, values)
     keys.skip("module_output_name", "unpad_inputs")
     keys.choice("transformer_task", ("feature-extraction", "sequence-classification", "text-generation"), TASK)
-    if keys.flag("do_lower_case"):
-        raise keys.error("do_lower_case", True, "false, for tokenizer.json says what becomes of letters")
+    keys.fixed("do_lower_case", False, ", for tokenizer.json says what becomes of letters")
     longest = keys.optional_integer("max_seq_length") or 0
     given = keys.raw("modality_config") or {}
     message = given.get("message") if isinstance(given, dict) else None
@@ -223,8 +222,7 @@ def _read_encoder(folder: Path, modules: Mapping[str, list[str]]) -> EncoderConf
 def _read_pooling(where: Path, values: Any) -> Pooling:
     keys = _keys(where, values)
     keys.skip("word_embedding_dimension", "embedding_dimension", "pooling_mode_weightedmean_tokens", *OTHER_FLAGS)
-    if not keys.flag("include_prompt", True):
-        raise keys.error("include_prompt", False, "true")
+    keys.fixed("include_prompt", True)
     flags = [name for name in (*FLAGS, *OTHER_FLAGS, "pooling_mode_weightedmean_tokens") if keys.raw(name) is True]
     mode = keys.raw("pooling_mode") or (FLAGS.get(flags[0]) if len(flags) == 1 else flags)
     keys.finish()
@@ -238,8 +236,7 @@ def _dense(where: Path, values: Any) -> DenseConfig:
     activation = keys.choice("activation_function", (IDENTITY, TANH), TANH)
     for name in ("module_input_name", "module_output_name"):
         keys.choice(name, ("sentence_embedding",), "sentence_embedding")
-    if keys.flag("use_residual"):
-        raise keys.error("use_residual", True, "false")
+    keys.fixed("use_residual", False)
     outputs, inputs = keys.integer("out_features"), keys.integer("in_features")
     bias = keys.flag("bias", True)
     keys.finish()
