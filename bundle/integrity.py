@@ -45,12 +45,7 @@ def list_unlisted_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
 
 def verify_samples(folder: Path, manifest: Manifest, chance: random.Random) -> Iterator[str]:
     """Hash 64 MiB of every file at random places (all of a smaller file), and yield its name.
-
-    A bundle without :data:`CHUNKS_FILE`, of an older llmc, has only its smaller files checked.
-
-    Raises:
-        BundleError: a file cannot be read, or a hash differs.
-    """
+    Raises BundleError: a file cannot be read, or a hash differs."""
     largest = SAMPLED_CHUNKS * CHUNK
     small = {name: entry for name, entry in manifest.files.items() if entry.size <= largest or name == CHUNKS_FILE}
     yield from verify_files(folder, replace(manifest, files=small))

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from llmc.errors import CheckpointError, format_name
+from llmc.origin import find_own_file
+from llmc.strict import read_json
 
 # Keys that do not change what a decoder computes when it generates. Weights carry their own dtypes; defaults of
 # generation stand in generation_config.json; auto_map names code, which llmc never runs.
@@ -135,6 +137,24 @@ RANGES: dict[str, tuple[float, float]] = {
     )
     for name in names.split()
 }
+
+
+def read_value(folder: Path, name: str) -> Any:
+    """The content of a JSON file of a checkpoint, None without the file. Raises CheckpointError: it cannot be read."""
+    file = find_own_file(folder, name)
+    try:
+        return None if file is None else read_json(file)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / name} cannot be read as JSON ({error}); download it again") from error
+
+
+def read_object(folder: Path, name: str) -> dict[str, Any] | None:
+    """As :func:`read_value`, of a file that holds an object."""
+    value = read_value(folder, name)
+    if value is not None and not isinstance(value, dict):
+        kind = type(value).__name__
+        raise CheckpointError(f"{folder / name} holds a JSON {kind}, expected an object; download it again")
+    return value
 
 
 class Keys:

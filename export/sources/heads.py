@@ -7,7 +7,6 @@ Layouts: https://github.com/SafeAILab/EAGLE (``eagle/model/cnets.py``; arXiv 250
 """
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from llmc.export.sources.checkpoint import (
     read_json,
 )
 from llmc.export.sources.made import MadeTensor, array_type
-from llmc.export.sources.parameters import Tensors, decoder_tensors, read_pieces, rename_tensors
+from llmc.export.sources.parameters import Tensors, copy_tensor, decoder_tensors, rename_tensors
 from llmc.export.sources.safetensors import StoredTensor, read_shards
 from llmc.origin import find_own_file
 
@@ -160,7 +159,7 @@ def _copy(model: Checkpoint, name: str) -> MadeTensor:
     tensor = model.tensors[name]
     if not isinstance(tensor, StoredTensor | MadeTensor):
         raise CheckpointError(f"{model.folder}: {name} is quantized; give the checkpoint that it was made from")
-    return MadeTensor(tensor.dtype, tensor.shape, partial(read_pieces, model.folder, tensor))
+    return copy_tensor(model.folder, tensor)
 
 
 def _read_clusters(folder: Path, ordering: Any, vocab: int, count: int) -> tuple[int, ...]:

@@ -259,6 +259,11 @@ def read_pieces(folder: Path, tensor: StoredTensor | MadeTensor) -> Iterator[Arr
     return tensor.pieces() if isinstance(tensor, MadeTensor) else _read_all(files, [tensor])
 
 
+def copy_tensor(folder: Path, tensor: StoredTensor | MadeTensor) -> MadeTensor:
+    """A copy of a tensor of ``folder``, for an export that does not link its file."""
+    return MadeTensor(tensor.dtype, tensor.shape, partial(read_pieces, folder, tensor))
+
+
 def _stack_codes(folder: Path, parts: Sequence[QuantizedTensor], count: int) -> QuantizedTensor:
     (rows, columns), block = parts[0].codes.shape, parts[0].block
     groups = (rows, columns // block)
