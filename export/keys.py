@@ -294,9 +294,9 @@ class Keys:
 
     def error(self, name: str, value: object, expected: str) -> CheckpointError:
         name = self._own_names.get(name, name)
-        found = "is missing" if value is _MISSING else f"={value!r:.80} is unsupported"
+        problem = "is missing" if value is _MISSING else f"={value!r:.80} is unsupported"
         space = " " if value is _MISSING else ""
-        return CheckpointError(f"{self.where}: {name}{space}{found}; expected {expected}")
+        return CheckpointError(f"{self.where}: {name}{space}{problem}; expected {expected}")
 
     def _get(self, name: str, default: Any) -> Any:
         self._read.add(name)

@@ -79,8 +79,8 @@ class StreamedDecoder:
     def _make_ropes(self, length: int) -> list[Tensor]:
         """The frequencies of every rope in texts of this length."""
         long = [bool(rope.long_factors) and length > rope.original_max_positions for rope in self.config.ropes]
-        found = map(lambda rope, long: inverse_frequencies(rope, long=long), self.config.ropes, long)
-        return [torch.tensor(frequencies, device=self.device) for frequencies in found]
+        by_rope = map(lambda rope, long: inverse_frequencies(rope, long=long), self.config.ropes, long)
+        return [torch.tensor(frequencies, device=self.device) for frequencies in by_rope]
 
     def _own_input(self, index: int, carried: Tensor) -> Tensor | None:
         width = self.config.per_layer

@@ -52,7 +52,7 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 def _read_list(keys: Keys, name: str, count: int) -> tuple[float, ...]:
-    found = keys.numbers(name) if keys.raw(name) is not None else (1.0,) * count
-    if len(found) != count:
-        raise keys.error(name, list(found), f"{count} numbers")
-    return found
+    values = keys.numbers(name) if keys.raw(name) is not None else (1.0,) * count
+    if len(values) != count:
+        raise keys.error(name, list(values), f"{count} numbers")
+    return values

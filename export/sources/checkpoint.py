@@ -150,15 +150,15 @@ def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: b
     stored = unpack_weights(
         folder, {name: item for shard in shards for name, item in shard.tensors.items()}, quantization
     )
-    found = _merge(folder, config, prefix_names(stored) if ending else stored, adapters)
+    merged = _merge(folder, config, prefix_names(stored) if ending else stored, adapters)
     if ending is not None:
-        config, found = replace_head(folder, config, ending, found)
+        config, merged = replace_head(folder, config, ending, merged)
     elif config.diffusion is None and not all(item.causal for item in config.geometry.attentions):
         raise CheckpointError(
             f"{folder}: this model looks at later tokens too, so it generates no text, and there is no modules.json "
             "that says how it embeds one; get all files of the checkpoint"
         )
-    tensors = match_tensors(folder, config, found)
+    tensors = match_tensors(folder, config, merged)
     if any(isinstance(tensor, MadeTensor) for tensor in stored.values()):
         keys.note("weights in float8 are dequantized to float32, for no kernel multiplies with their blocks")
     files = tuple(shard.path for shard in shards)
@@ -227,37 +227,37 @@ def _read_tokenizer(folder: Path, vocab_size: int) -> tuple[dict[str, str], list
     return cut_tokenizer(str(folder), {name: read_json(folder / name) for name in names}, vocab_size)
 
 
-def match_tensors(folder: Path, config: DecoderConfig, found: Tensors) -> Tensors:
+def match_tensors(folder: Path, config: DecoderConfig, stored: Tensors) -> Tensors:
     expected = config.parameter_shapes
     for name, shape in expected.items():
-        if name not in found:
+        if name not in stored:
             hint = "the head is not tied (tie_word_embeddings=false); " if name == HEAD else ""
             raise CheckpointError(
                 f"{folder}: tensor {name} is missing; {hint}expected the {len(expected)} tensors of a "
                 f"{config.model_type} decoder with {len(config.layers)} layers; check {CONFIG_FILE} or download the "
                 "checkpoint again"
             )
-        if found[name].shape != shape:
-            raise CheckpointError(f"{folder}: {explain_shape(name, found[name].shape, shape)}")
-        if isinstance(found[name], StoredTensor | MadeTensor) and found[name].dtype not in FLOATS:
+        if stored[name].shape != shape:
+            raise CheckpointError(f"{folder}: {explain_shape(name, stored[name].shape, shape)}")
+        if isinstance(stored[name], StoredTensor | MadeTensor) and stored[name].dtype not in FLOATS:
             raise CheckpointError(
-                f"{folder}: {name} has dtype {found[name].dtype}, but {CONFIG_FILE} does not say how it is quantized; "
+                f"{folder}: {name} has dtype {stored[name].dtype}, but {CONFIG_FILE} does not say how it is quantized; "
                 "get its quantization_config, or the checkpoint that it was made from"
             )
-        if isinstance(found[name], Mxfp4Tensor) and f"{name.removesuffix('weight')}bias" not in expected:
+        if isinstance(stored[name], Mxfp4Tensor) and f"{name.removesuffix('weight')}bias" not in expected:
             raise CheckpointError(
                 f"{folder}: {name} is in MXFP4, which llmc reads of experts with biases alone (gpt_oss); export the "
                 "checkpoint that it was made from"
             )
-    for name in sorted(found.keys() - expected.keys()):
+    for name in sorted(stored.keys() - expected.keys()):
         if name == HEAD:
-            _check_tied_head(folder, found)
+            _check_tied_head(folder, stored)
         elif not name.endswith(_COMPUTED):
             raise CheckpointError(
-                f"{folder}: tensor {name} {list(found[name].shape)} is unused by a {config.model_type} decoder with "
+                f"{folder}: tensor {name} {list(stored[name].shape)} is unused by a {config.model_type} decoder with "
                 f"this {CONFIG_FILE}; to leave a weight out changes the result, so correct the config or remove it"
             )
-    return {name: found[name] for name in expected}
+    return {name: stored[name] for name in expected}
 
 
 def _check_tied_head(folder: Path, tensors: Tensors) -> None:

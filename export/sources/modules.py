@@ -145,10 +145,10 @@ def _dense_tensors(folder: Path, name: str) -> dict[str, MadeTensor]:
     path = find_own_file(folder, f"{name}/{SINGLE_FILE}")
     if path is None:
         raise CheckpointError(f"{folder}: no {name}/{SINGLE_FILE}, the weights of a Dense layer; download it again")
-    found = {part.removeprefix("linear."): tensor for part, tensor in read_shard(path).tensors.items()}
-    if wrong := [tensor.dtype for tensor in found.values() if tensor.dtype not in FLOATS]:
+    parts = {part.removeprefix("linear."): tensor for part, tensor in read_shard(path).tensors.items()}
+    if wrong := [tensor.dtype for tensor in parts.values() if tensor.dtype not in FLOATS]:
         raise CheckpointError(f"{path}: it holds {wrong[0]}, expected one of {', '.join(FLOATS)}; download it again")
-    return {part: copy_tensor(path.parent, tensor) for part, tensor in found.items()}
+    return {part: copy_tensor(path.parent, tensor) for part, tensor in parts.items()}
 
 
 def _read_modules(folder: Path) -> dict[str, list[str]] | None:

@@ -7,7 +7,7 @@ from llmc.bundle.model.norm import NormKind
 from llmc.export.keys import Keys
 from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
 
-# What transformers calls the parts of a SigLIP.
+# transformers' names of the parts of a SigLIP.
 SIGLIP = (
     ("embeddings.patch_embedding", "patch_embedding"),
     ("embeddings.position_embedding", "position_embedding"),
@@ -75,7 +75,7 @@ QWEN_KEYS = (
     *("vision_config", "image_token_id", "video_token_id"),
     *("vision_start_token_id", "vision_end_token_id", "vision_token_id"),
 )
-# What transformers calls the parts of their towers.
+# transformers' names of the parts of their towers.
 QWEN_TOWER = (
     *(("model.visual", "vision"), ("visual", "vision"), ("blocks", "layers")),
     *(("patch_embed.proj", "patch_embedding"), ("pos_embed", "position_embedding")),

@@ -189,19 +189,19 @@ def _llama3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         slope, start = np.polyfit(turns[between], smooth, 1)
         high = round(1 - 1 / float(start), 2) if start < 0 else high
         positions = round(float(slope) * (high - 1))
-    found = {
+    scaling = {
         "rope_type": "llama3",
         "factor": round(float(largest), 4),
         "low_freq_factor": 1.0,
         "high_freq_factor": high,
         "original_max_position_embeddings": positions,
     }
-    if not np.allclose(llama3_factors(found, turns), factors, rtol=_SAME_FACTOR):
+    if not np.allclose(llama3_factors(scaling, turns), factors, rtol=_SAME_FACTOR):
         raise CheckpointError(
             f"{data.where}: {name} are no factors of Llama 3's rule of scaling, and llmc knows no other; export the "
             "checkpoint that the file was converted from"
         )
-    return found
+    return scaling
 
 
 def llama3_factors(scaling: Mapping[str, Any], turns: NDArray[np.float64]) -> NDArray[np.float64]:
