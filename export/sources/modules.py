@@ -16,7 +16,6 @@ from llmc.errors import CheckpointError
 from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys, read_object, read_value
 from llmc.export.parts.encoder import DenseConfig, EncoderConfig
-from llmc.export.parts.rope import Rope
 from llmc.export.sources.codes import Weight
 from llmc.export.sources.made import MadeTensor
 from llmc.export.sources.parameters import copy_tensor
@@ -107,13 +106,13 @@ def replace_head(
     for number, name in enumerate(ending.dense_folders):
         tensors |= {f"{DENSE}.{number}.{part}": tensor for part, tensor in _dense_tensors(folder, name).items()}
     longest = min(config.max_positions, ending.longest or config.max_positions)
-    ropes = tuple(replace(rope, factors=_factors(rope, longest), long_factors=()) for rope in config.ropes)
+    ropes = tuple(  # longrope's factors for the longest text serve all texts
+        replace(rope, factors=rope.long_factors, long_factors=())
+        if rope.long_factors and longest > rope.original_max_positions
+        else replace(rope, long_factors=())
+        for rope in config.ropes
+    )
     return replace(config, encoder=end, tied_head=False, max_positions=longest, ropes=ropes), tensors
-
-
-def _factors(rope: Rope, longest: int) -> tuple[float, ...]:
-    """Longrope's factors for the longest text; an encoder uses them for all texts."""
-    return rope.long_factors if rope.long_factors and longest > rope.original_max_positions else rope.factors
 
 
 def _measure(folder: Path, config: DecoderConfig, end: EncoderConfig) -> EncoderConfig:

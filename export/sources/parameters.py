@@ -53,7 +53,8 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
         if isinstance(tensors[name], Mxfp4Tensor):
             continue
         shape = tensors[name].shape
-        parameters[name] = _make_view(folder, tensors[name], _turn_each, (*shape[:1], *shape[:0:-1]))
+        turn = partial(np.swapaxes, axis1=1, axis2=2)
+        parameters[name] = _make_view(folder, tensors[name], turn, (*shape[:1], *shape[:0:-1]))
     for name in list_offset_norms(config) & tensors.keys():
         parameters[name] = _make_view(folder, tensors[name], _plus_one, tensors[name].shape, "F32")
     for item in config.geometry.recurrents:
@@ -343,11 +344,6 @@ def _of_heads(config: DecoderConfig, part: int, whole: Array) -> Array:
 
 def _columns(start: int, stop: int, whole: Array) -> Array:
     turned: Array = whole.T[start:stop]
-    return turned
-
-
-def _turn_each(stack: Array) -> Array:
-    turned: Array = stack.swapaxes(1, 2)
     return turned
 
 

@@ -40,7 +40,7 @@ def test_a_file_that_links_out_of_the_checkpoint_is_refused(checkpoint, name):
 def test_a_pipe_in_the_place_of_a_file_holds_nothing_up(checkpoint, name):
     (checkpoint.folder / name).unlink(missing_ok=True)
     os.mkfifo(checkpoint.folder / name)
-    with pytest.raises(CheckpointError, match=r"is no regular file|neither model.safetensors"):
+    with pytest.raises(CheckpointError, match=r"is not a regular file|neither model.safetensors"):
         export(checkpoint.folder, checkpoint.folder.parent / "export")
     assert os.listdir(checkpoint.folder.parent) == ["checkpoint"]
 
