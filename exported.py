@@ -167,7 +167,6 @@ class GgmlTensor(CodedTensor):
         return codes, scales, None, offsets
 
     def _read_bytes(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """The bytes of the matrix's rows, uint8 [n, bytes]."""
         places, first = self._places[start:stop], 0
         rows = np.empty((len(places), sizes(self.packed)[1]), np.uint8)
         for part in filter(None, (self.packed, self.second)):
@@ -181,7 +180,6 @@ class GgmlTensor(CodedTensor):
 
     @cached_property
     def _places(self) -> NDArray[np.integer[Any]]:
-        """Stored positions of the matrix's rows."""
         return np.arange(sizes(self)[0]) if self.rows is None else read_integers(self.rows)
 
 

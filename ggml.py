@@ -72,12 +72,10 @@ class Layout:
 
     @property
     def weights(self) -> int:
-        """Number of weights in a block."""
         return len(self.codes.bits[0].at)
 
     @property
     def block(self) -> int:
-        """Number of weights that share a scale."""
         return self.weights // (len(self.scales.bits[0].at) if self.scales.bits else 1)
 
     @property
@@ -109,8 +107,7 @@ class Layout:
 
 
 def _run(first: int, count: int, run: int, shifts: Sequence[int], width: int, up: int = 0) -> Bits:
-    """Fields of ``width`` bits from ``count`` bytes: for each run of bytes, all fields at the first shift, then the
-    next."""
+    """Fields of ``width`` bits from ``count`` bytes: per run of bytes, all fields at the first shift, then the next."""
     at, shift = np.broadcast_arrays(
         (first + np.arange(count)).reshape(-1, 1, run), np.array(shifts, np.uint8).reshape(1, -1, 1)
     )

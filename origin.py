@@ -116,7 +116,6 @@ def _places(file: BinaryIO) -> tuple[bytes, list[tuple[int, int]]]:
 
 
 def _parts(size: int) -> list[tuple[int, int]]:
-    """Offset and length of equal parts of a file."""
     part = max(SAMPLED_BYTES, -(-size // SAMPLED_PARTS))
     return [(start, min(part, size - start)) for start in range(0, size, part)]
 

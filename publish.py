@@ -28,13 +28,11 @@ LOCK, NEW, OLD = "lock", "new", "old"
 
 
 def file_entries(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Size and SHA-256 of each named file of ``folder``."""
     return {name: FileEntry((folder / name).stat().st_size, sha256_file(folder / name)) for name in names}
 
 
 def link(path: Path, target: Path, copy: bool = False) -> int:
-    """Hard-link a file, or copy it if ``copy`` is True or a link is impossible (another file system); return the number
-    of bytes copied."""
+    """Hard-link a file, or copy it if ``copy`` is True or a link is impossible; return the number of bytes copied."""
     if not copy:
         with suppress(OSError):
             os.link(path.resolve(), target)  # resolved: files in Hugging Face's cache are symbolic links
@@ -155,8 +153,7 @@ def refuse_to_overwrite(target: Path, force: bool) -> None:
 
 
 def refuse_bytes(path: Path) -> None:
-    """Refuse a path, after links, that is not UTF-8: engines open files only by UTF-8 names.
-    Raises UsageError: showing its bytes as escapes."""
+    """Raise UsageError for a path, after links, that is not UTF-8: engines open files only by UTF-8 names."""
     try:
         os.path.realpath(path).encode("utf-8")
     except UnicodeEncodeError as error:
@@ -253,7 +250,6 @@ def sync(path: Path) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """:func:`sync` a folder and everything in it."""
     for path in [*folder.rglob("*"), folder]:
         sync(path)
 

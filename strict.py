@@ -59,8 +59,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """All of a regular file of at most ``most`` bytes. Raises OSError: it is missing or cannot be read; ValueError: it
-    is larger, or not a regular file."""
+    """All of a regular file of at most ``most`` bytes. Raises OSError: unreadable; ValueError: larger, not regular."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:

@@ -56,11 +56,11 @@ def chat_command(bundle: Path, system: str | None, saved: Path | None, stats: bo
     waits in the next prompt. Ctrl-C stops an answer; at the prompt, twice, it leaves. Lines on stdin are answered one
     by one. The last questions and the last conversation are kept in ~/.local/state/llmc.
     """
-    from llmc.runtime import load
+    from llmc.runtime import Generator, load
 
     sampling = take(options, SAMPLING_NAMES)
     refuse_unseen(sampling)
-    with load(bundle, **{"draft": "auto", **collect_load_options(options)}) as model:
+    with load(bundle, kind=Generator, **{"draft": "auto", **collect_load_options(options)}) as model:
         refuse_without_template(model)
         converse(model, sampling, stats=stats, system=system, saved=saved)
 

@@ -56,8 +56,7 @@ def embed_command(
 def rank_command(
     bundle: Path, query: str, documents: tuple[str, ...], threads: int | None, memory: int | None, **options: Any
 ) -> None:
-    """Print DOCUMENTS by their score for QUERY, the best first, a JSON object on a line of its own for each; without
-    DOCUMENTS the lines of stdin."""
+    """Print DOCUMENTS (default: the lines of stdin) by their score for QUERY, best first, as one JSON object a line."""
     from llmc.runtime import Embedder, load
 
     with load(bundle, kind=Embedder, threads=threads, memory=memory) as model:

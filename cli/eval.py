@@ -67,10 +67,10 @@ def eval_command(
     from llmc.optimize.judge.evaluate import MAX_WINDOWS, evaluate, read_windows
     from llmc.optimize.judge.layers import WINDOWS, layer_errors
     from llmc.optimize.judge.reference import Reference
-    from llmc.runtime import load
+    from llmc.runtime import Generator, load
 
     with show.progress() as progress:
-        with load(bundle, **options) as model:
+        with load(bundle, kind=Generator, **options) as model:
             windows = read_windows(text, model, window, MAX_WINDOWS if max_windows is None else max_windows)
             quality = evaluate(model, windows, reference=reference, progress=progress)
             manifest = model.manifest

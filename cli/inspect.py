@@ -88,22 +88,15 @@ def stage_row(stage: StageSummary) -> tuple[str, str]:
 
 def geometry_rows(geometry: Geometry) -> list[tuple[str, str]]:
     inner = by_layers([f"inner size {mlp.inner}" for mlp in geometry.mlps]) or "no MLPs"
-    chosen = [
-        f"{mixture.chosen} of {mixture.count} for each token, inner size {mixture.inner}"
-        for mixture in geometry.mixtures
-    ]
+    chosen = [f"{mix.chosen} of {mix.count} for each token, inner size {mix.inner}" for mix in geometry.mixtures]
     states = [
-        f"{mixture.rule} of {' and '.join('x'.join(map(str, each)) for each in mixture.state_shapes)} values"
-        for mixture in geometry.recurrents
+        f"{layer.rule} of {' and '.join('x'.join(map(str, shape)) for shape in layer.state_shapes)} values"
+        for layer in geometry.recurrents
     ]
     tables = [f"{geometry.vocab_size} rows of {geometry.layers} x {geometry.per_layer}"] if geometry.per_layer else []
-    shapes = [
-        f"{mixture.heads} heads of {mixture.head_dim}, {mixture.kv_heads} for keys and values"
-        for mixture in geometry.attentions
-    ]
-    reach = [
-        f"the last {mixture.window} positions" if mixture.window else "all positions" for mixture in geometry.attentions
-    ]
+    layers = geometry.attentions
+    shapes = [f"{layer.heads} heads of {layer.head_dim}, {layer.kv_heads} for keys and values" for layer in layers]
+    reach = [f"the last {layer.window} positions" if layer.window else "all positions" for layer in layers]
     head = f", head {'tied to' if geometry.tied_head else 'apart from'} the embedding"
     end = [] if geometry.encoder is None else [("result", result_of(geometry.encoder))]
     return [
@@ -133,7 +126,8 @@ def by_layers(values: Sequence[str]) -> str:
 
 
 def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
-    target, stage, layers = manifest.target, manifest.stage, manifest.list_layers()
+    target, stage, span = manifest.target, manifest.stage, manifest.list_layers()
+    layers = f"layers {span[0]} to {span[-1]}"
     name = f"{stage.number}{', the last' if stage.is_last else ''}"  # numbers begin with 0
     return [
         ("target", f"{target.name}, {engine_of(target)}"),
@@ -141,11 +135,7 @@ def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
         ("recipe", show.recipe(manifest.recipe)),
         *prompt_rows(manifest),
         *show.calibration_rows(manifest.recipe),
-        *(
-            [("stage", f"{name} of {len(stage.borders)}: layers {layers[0]} to {layers[-1]}")]
-            if stage.borders[1:]
-            else []
-        ),
+        *([("stage", f"{name} of {len(stage.borders)}: {layers}")] if stage.borders[1:] else []),
         ("limits", limits_of(manifest)),
         *show.quality_rows(manifest.quality),
         *_image_rows(manifest),

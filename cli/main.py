@@ -40,7 +40,6 @@ class Verbs(click.Group):
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a verb's command, or None for an unknown verb."""
         if cmd_name not in VERBS:
             return None
         module, _, name = VERBS[cmd_name].partition(":")

@@ -51,7 +51,7 @@ def run_command(
     From stdin, one newline at the end is not part of the prompt. Several outputs are printed one after another, each
     under a line that begins with "---".
     """
-    from llmc.runtime import load
+    from llmc.runtime import Generator, load
 
     sampling = take(options, SAMPLING_NAMES)
     chat = chat or bool(images)
@@ -65,7 +65,7 @@ def run_command(
             "give a prompt with -p",
         )
     text = "" if talk else read_prompt(prompt, bundle)
-    with load(bundle, **{"draft": "auto", **collect_load_options(options)}) as model:
+    with load(bundle, kind=Generator, **{"draft": "auto", **collect_load_options(options)}) as model:
         if chat:
             refuse_without_template(model)
         if talk:

@@ -24,7 +24,6 @@ def parse_path(file: str, command: str) -> Path:
 
 
 def read_messages(path: Path) -> list[Message]:
-    """The messages in a file of :func:`write_messages`."""
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:

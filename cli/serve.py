@@ -14,7 +14,6 @@ from llmc.runtime.server.config import Setting, read_config, settings
 
 
 def amount(text: str) -> int:
-    """A size in bytes, 0 included."""
     return 0 if text == "0" else size(text)
 
 

@@ -66,7 +66,6 @@ class Summary:
 
 
 def summarize(path: Path) -> Summary:
-    """Summarize the checkpoint, export or bundle in ``path``."""
     kind = kind_of(path)
     if kind == "bundle":
         return _of_bundle(path)

@@ -48,7 +48,6 @@ class Demo:
     talks: bool
 
     def answer(self, model: Generator) -> Iterator[str]:
-        """A short answer, piece by piece."""
         if self.talks:
             return model.stream_chat([{"role": "user", "content": QUESTION}], max_tokens=NEW_TOKENS, temperature=0)
         return model.stream(CODE, max_tokens=NEW_TOKENS, temperature=0.8, top_p=0.9, seed=1)

@@ -88,8 +88,9 @@ def load(
 
     Args:
         bundle: the folder that ``llmc build`` wrote.
-        kind: the class of the result: :class:`llmc.runtime.Generator` (default), :class:`llmc.runtime.Embedder` for an
-            embedding model or a reranker, or :class:`llmc.runtime.LoadedBundle` for either.
+        kind: the class that the caller wants: another bundle is refused before its weights are read. Default: the
+            bundle's own, :class:`llmc.runtime.Generator` or, for an embedding model or a reranker,
+            :class:`llmc.runtime.Embedder`; type checkers take it for a ``Generator``.
         threads: threads of the model; default: the affinity mask, at most the cgroup's CPU quota.
         max_context: longest sequence in tokens; default and upper bound: what the bundle was built for.
         prefill_chunk: prompt tokens per call; default and upper bound: what the bundle was built for.
@@ -116,7 +117,7 @@ def load(
 
     def open_bundle(folder: Path) -> LoadedBundle:
         manifest = emulate_target(read_bundle(folder)) if emulate else read_bundle(folder)
-        _check_kind(manifest, kind or Generator)
+        _check_kind(manifest, kind or LoadedBundle)
         before = read_stages(folder, manifest) if stages is None else {}  # all in this process
         manifest = plan_together(manifest, before)
         limits, engine_options = manifest.limits, _options(options)

@@ -101,7 +101,7 @@ def read_adapter(path: Path, scale: float, base: Path, config: Mapping[str, Any]
             "leave it out to use the adapter as trained, or leave the adapter out",
             path=path,
         )
-    packed = [item.suffix == SUFFIX and not item.is_dir() for item in (path, base)]
+    packed = [file.suffix == SUFFIX and not file.is_dir() for file in (path, base)]
     if packed[0] != packed[1]:  # GGUF has another order of rows and another layout of norms
         raise CheckpointError(
             f"{path}: an adapter in {'a GGUF file' if packed[0] else 'a folder'} for {base}; expected a folder of PEFT "
@@ -211,11 +211,9 @@ def _read_patterns(keys: Keys, name: str) -> dict[str, float]:
 
 def _find_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
     """The number of the first pattern that matches the module's name, or its end after a dot."""
-    return next((it for key, it in patterns.items() if _ends_with(module, key)), default)
-
-
-def _ends_with(module: str, key: str) -> bool:
-    return f"^{module}" == key if key.startswith("^") else f".{module}".endswith(f".{key}")
+    return next(
+        (number for key, number in patterns.items() if f"^{module}" == key or f".{module}".endswith(f".{key}")), default
+    )
 
 
 def _sort_tensors(shard: Shard) -> tuple[dict[str, dict[str, Array]], dict[str, MadeTensor]]:

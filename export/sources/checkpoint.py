@@ -1,4 +1,4 @@
-"""Reads a Hugging Face folder or a GGUF file: its config, and the place of each of the decoder's tensors."""
+"""Read a Hugging Face folder or a GGUF file: its config, and where each of the decoder's tensors is stored."""
 
 import math
 import os
@@ -36,7 +36,7 @@ CONFIG_FILE = bundle.CONFIG_FILE
 GENERATION_FILE = "generation_config.json"
 ADAPTER_FILE = bundle.ADAPTER_FILE
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# Buffers that some checkpoints store; they are computed from the config.
+# Buffers that some checkpoints store; llmc computes them from the config.
 _COMPUTED = ("rotary_emb.inv_freq", "self_attn.bias", "self_attn.masked_bias")
 
 
@@ -44,7 +44,7 @@ _COMPUTED = ("rotary_emb.inv_freq", "self_attn.bias", "self_attn.masked_bias")
 class Checkpoint:
     """A checked checkpoint."""
 
-    folder: Path  # its files lie there
+    folder: Path  # contains its files
     config: DecoderConfig
     generation: bundle.Generation
     tensors: dict[str, Weight]  # exactly the decoder's, by parameter name
@@ -64,20 +64,20 @@ class Checkpoint:
 
     @property
     def made_bytes(self) -> int:
-        """Bytes of the weights that an export converts and copies; it refers to all others where they lie."""
-        return sum(it.nbytes for it in flatten_tensors(self.tensors).values() if isinstance(it, MadeTensor))
+        """Bytes of the weights that an export converts and copies; all others are used in place."""
+        return sum(tensor.nbytes for tensor in flatten_tensors(self.tensors).values() if isinstance(tensor, MadeTensor))
 
 
 def with_codes(geometry: bundle.Geometry, tensors: Mapping[str, Weight]) -> bundle.Geometry:
-    """The inventory with the codes of those linears and tables whose weights are quantized."""
+    """The geometry, with the integer formats of its quantized linears and tables."""
     names = {linear.name: f"{linear.name}.weight" for linear in geometry.linears}
     names |= {modules.HEAD: EMBEDDING} if geometry.tied_head else {}
     weights = {name: tensors.get(weight) for name, weight in names.items()}
     kinds = {name: tensor.kind for name, tensor in weights.items() if isinstance(tensor, QuantizedTensor | GgmlTensor)}
     linears = tuple(replace(linear, codes=kinds.get(linear.name)) for linear in geometry.linears)
-    mixtures = tuple(_with_codes(it, tensors) for it in geometry.mixtures)
+    mixtures = tuple(_with_codes(mixture, tensors) for mixture in geometry.mixtures)
     tables = (tensors.get(f"{name}.weight") for name in (modules.EMBEDDING, PER_LAYER))
-    table, per_layer = (LAYOUTS[it.dtype].table_kind if isinstance(it, GgmlTensor) else None for it in tables)
+    table, per_layer = (LAYOUTS[table.dtype].table_kind if isinstance(table, GgmlTensor) else None for table in tables)
     return replace(geometry, linears=linears, mixtures=mixtures, table_codes=table, per_layer_codes=per_layer)
 
 
@@ -97,16 +97,16 @@ def _with_codes(item: Experts, tensors: Mapping[str, Weight]) -> Experts:
 def weight_bytes(tensors: Iterable[StoredTensor | MadeTensor]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for tensor in tensors:
-        name = DTYPE_NAMES.get(tensor.dtype, tensor.dtype)  # of blocks the name of their type
+        name = DTYPE_NAMES.get(tensor.dtype, tensor.dtype)  # for blocks, the name of their type
         sizes[name] = sizes.get(name, 0) + tensor.nbytes
     return sizes
 
 
 def read_checkpoint(path: Path, adapters: Sequence[tuple[Path, float]] = (), *, text_only: bool = False) -> Checkpoint:
-    """Read and check a local Hugging Face folder, or a model in a GGUF file; weights stay on disk. Adapters, folders
-    with how many times each counts, are added in their order. ``text_only`` leaves a tower for images out.
+    """Read and check a local Hugging Face folder, or a model in a GGUF file; weights stay on disk. ``adapters``
+    (folder, scale) are merged in order. ``text_only`` leaves out a vision tower.
 
-    A CheckpointError names what is missing, broken or unsupported.
+    Raises CheckpointError: names what is missing, broken or unsupported.
     """
     if path.suffix == SUFFIX and not path.is_dir():
         return _read_gguf(path, adapters)
@@ -120,7 +120,7 @@ def _read_gguf(path: Path, named: Sequence[tuple[Path, float]]) -> Checkpoint:
     adapters = [read_adapter(adapter, scale, path, model.config) for adapter, scale in named]
     generation, left_out = _read_generation(model.generation, path, config)
     plain = replace(config, norm=replace(config.norm, offset=False), transposed=False, packed_by_head=False)
-    tensors = match_tensors(path, config, _merge(path, plain, model.tensors, adapters))  # the converter did all that
+    tensors = match_tensors(path, config, _merge(path, plain, model.tensors, adapters))  # the converter renamed them
     source = describe_source(path.stem, model.texts[CONFIG_FILE].encode(), model.files, tensors, adapters)
     notes = (*keys.notes, *left_out, *model.notes, *_notes(adapters))
     return Checkpoint(path.parent, config, generation, tensors, model.files, source, notes, model.texts)
@@ -129,8 +129,8 @@ def _read_gguf(path: Path, named: Sequence[tuple[Path, float]]) -> Checkpoint:
 def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: bool) -> Checkpoint:
     if not folder.is_dir():
         raise CheckpointError(
-            f"{folder} is no folder; expected a GGUF file or a local Hugging Face checkpoint folder, as this command "
-            "makes one: hf download OWNER/NAME --local-dir FOLDER"
+            f"{folder} is not a folder; expected a GGUF file or a local Hugging Face checkpoint folder; download one "
+            "with: hf download OWNER/NAME --local-dir FOLDER"
         )
     if (folder / bundle.EXPORT_MANIFEST).exists():
         raise CheckpointError(f"{folder} is an export already; expected a checkpoint. Go on with: llmc build {folder}")
@@ -155,12 +155,12 @@ def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: b
         config, merged = replace_head(folder, config, ending, merged)
     elif config.diffusion is None and not all(item.causal for item in config.geometry.attentions):
         raise CheckpointError(
-            f"{folder}: this model looks at later tokens too, so it generates no text, and there is no modules.json "
-            "that says how it embeds one; get all files of the checkpoint"
+            f"{folder}: this model also attends to later tokens, so it generates no text, and without modules.json its "
+            "kind of embedding is unknown; download all files of the checkpoint"
         )
     tensors = match_tensors(folder, config, merged)
     if any(isinstance(tensor, MadeTensor) for tensor in stored.values()):
-        keys.note("weights in float8 are dequantized to float32, for no kernel multiplies with their blocks")
+        keys.note("weights in float8 are dequantized to float32, since no kernel multiplies with their blocks")
     files = tuple(shard.path for shard in shards)
     source = describe_source(folder.resolve().name, (folder / CONFIG_FILE).read_bytes(), files, tensors, adapters)
     notes = (*keys.notes, *cut, *left_out, *_notes(adapters))
@@ -172,16 +172,16 @@ def _read_vision(folder: Path, config: DecoderConfig) -> Vision | None:
         return None
     files = [read_object(folder, name) or {} for name in (PROCESSOR_FILE, IMAGES_FILE)]
     vision = read_vision(folder, config.tower, *files)
-    path, own = folder / bundle.TOKENIZER_FILE, (vision.token_id, vision.markers.image)
+    path, image_token = folder / bundle.TOKENIZER_FILE, (vision.token_id, vision.markers.image)
     if vision.token_id >= config.vocab_size:
         raise CheckpointError(
-            f"{folder / CONFIG_FILE}: the token {own[0]} of images has no row, vocab_size={config.vocab_size}; export "
-            "the text part alone with --text-only"
+            f"{folder / CONFIG_FILE}: the image token {image_token[0]} has no row, vocab_size={config.vocab_size}; "
+            "export only the text part with --text-only"
         )
-    if own not in read_tokens(str(path), read_json(path)):
+    if image_token not in read_tokens(str(path), read_json(path)):
         raise CheckpointError(
-            f"{path}: no token {own[1]} with the number {own[0]}, which {CONFIG_FILE} gives it; get the tokenizer that "
-            "the model was trained with, or export its text part alone with --text-only"
+            f"{path}: no token {image_token[1]} with the id {image_token[0]}, which {CONFIG_FILE} gives it; get the "
+            "tokenizer that the model was trained with, or export only its text part with --text-only"
         )
     return vision
 
@@ -202,9 +202,9 @@ def _refuse_adapter(folder: Path) -> None:
     if os.path.lexists(folder / CONFIG_FILE):
         raise CheckpointError(
             f"{folder}: {ADAPTER_FILE} belongs to an adapter, which llmc would leave out; {merged}, or move "
-            f"{ADAPTER_FILE} away to export the base model alone"
+            f"{ADAPTER_FILE} away to export only the base model"
         )
-    raise CheckpointError(f"{folder} is an adapter ({ADAPTER_FILE}) and no whole model; {merged}")
+    raise CheckpointError(f"{folder} is an adapter ({ADAPTER_FILE}), not a whole model; {merged}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_tokenizer(folder: Path, vocab_size: int) -> tuple[dict[str, str], list[str]]:
-    """Check the tokenizer's files; return what :func:`cut_tokenizer` does."""
+    """Check the tokenizer's files; return the results of :func:`cut_tokenizer`."""
     if find_own_file(folder, bundle.TOKENIZER_FILE) is None:
         raise CheckpointError(
             f"{folder}: no {bundle.TOKENIZER_FILE} here, which the runtime needs; make it from what is here: "
@@ -246,7 +246,7 @@ def match_tensors(folder: Path, config: DecoderConfig, stored: Tensors) -> Tenso
             )
         if isinstance(stored[name], Mxfp4Tensor) and f"{name.removesuffix('weight')}bias" not in expected:
             raise CheckpointError(
-                f"{folder}: {name} is in MXFP4, which llmc reads of experts with biases alone (gpt_oss); export the "
+                f"{folder}: {name} is in MXFP4, which llmc only reads for experts with biases (gpt_oss); export the "
                 "checkpoint that it was made from"
             )
     for name in sorted(stored.keys() - expected.keys()):
@@ -255,13 +255,13 @@ def match_tensors(folder: Path, config: DecoderConfig, stored: Tensors) -> Tenso
         elif not name.endswith(_COMPUTED):
             raise CheckpointError(
                 f"{folder}: tensor {name} {list(stored[name].shape)} is unused by a {config.model_type} decoder with "
-                f"this {CONFIG_FILE}; to leave a weight out changes the result, so correct the config or remove it"
+                f"this {CONFIG_FILE}; leaving a weight out changes the result, so correct the config or remove it"
             )
     return {name: stored[name] for name in expected}
 
 
 def _check_tied_head(folder: Path, tensors: Tensors) -> None:
-    """Check that a tied checkpoint's stored head, if any, has the embedding's bytes."""
+    """Check that the stored head of a checkpoint with tied embeddings, if any, has the embedding's bytes."""
     head, embedding = tensors[HEAD], tensors[EMBEDDING]
     same = (
         isinstance(head, StoredTensor)
@@ -284,7 +284,7 @@ def _pieces(folder: Path, tensor: StoredTensor, size: int = 1 << 22) -> Iterator
 
 
 def _read_generation(values: dict[str, Any], path: Path, config: DecoderConfig) -> tuple[bundle.Generation, list[str]]:
-    """Defaults from generation_config.json, and notes; without stop tokens there, those of config.json."""
+    """Defaults from generation_config.json, and notes; without stop tokens there, those in config.json."""
     return read_generation(Keys(values, str(path)), config.vocab_size, config.eos_token_ids, config.bos_token_id)
 
 

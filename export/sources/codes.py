@@ -87,7 +87,6 @@ class Mxfp4Tensor:
         return (*self.codes.shape[:2], 2 * self.codes.shape[2])
 
     def parts(self) -> dict[str, StoredTensor | MadeTensor]:
-        """The stored tensors, as in :class:`QuantizedTensor`."""
         return {"": self.codes, ".scales": self.scales}
 
 
@@ -126,7 +125,6 @@ class GgmlTensor:
         return parts
 
     def slice(self, start: int, stop: int) -> "GgmlTensor":
-        """Rows of the matrix."""
         if self.rows is not None or len(self.stored) > 1:
             rows = np.arange(self.shape[0], dtype=np.int32) if self.rows is None else self.rows
             return replace(self, rows=rows[start:stop])

@@ -7,6 +7,7 @@ Layouts: https://github.com/SafeAILab/EAGLE (``eagle/model/cnets.py``; arXiv 250
 """
 
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +121,11 @@ def _read_assistant(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors
     listed = {cache.name: replace(cache, lent=True) for cache in base.geometry.caches}
     used = dict[str, Cache]()
 
+    get_shape = attrgetter("kv_heads", "head_dim", "window")
+
     def borrow(index: int, layer: AttentionConfig) -> AttentionConfig:
         item = writers.get(bool(layer.window))
-        if item is None or (layer.kv_heads, layer.head_dim, layer.window) != (
-            item.kv_heads,
-            item.head_dim,
-            item.window,
-        ):
+        if item is None or get_shape(layer) != get_shape(item):
             raise CheckpointError(
                 f"{folder}: layer {index} reads {layer.kv_heads} heads of {layer.head_dim} values in a window of "
                 f"{layer.window} (0: all), which no last layer of the model has; give --of its model"

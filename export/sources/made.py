@@ -28,7 +28,6 @@ ARRAY_TYPES = {
 
 
 def array_type(dtype: str) -> np.dtype[Any]:
-    """numpy's type for one of :data:`ARRAY_TYPES`."""
     name = ARRAY_TYPES[dtype]
     return np.dtype(getattr(require("ml_dtypes", "build"), name) if name.startswith(("b", "float8")) else name)
 

@@ -1,6 +1,6 @@
-"""The modules that sentence-transformers adds to a decoder to make an encoder.
+"""Read the modules that sentence-transformers adds to a decoder to make an encoder.
 
-``modules.json`` names them in order, and each has a folder with its ``config.json``. Format:
+``modules.json`` lists them in order; each has a folder with its ``config.json``. Format:
 https://sbert.net/docs/sentence_transformer/usage/custom_models.html
 """
 
@@ -25,21 +25,21 @@ from llmc.origin import find_own_file
 MODULES_FILE = "modules.json"
 TEXT_FILE, MODEL_FILE = "sentence_bert_config.json", "config_sentence_transformers.json"
 POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean"}
-# The same in files of versions before 6: a flag for each.
+# The same in files of versions before 6: one flag per mode.
 FLAGS = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": "mean"}
 OTHER_FLAGS = tuple(f"pooling_mode_{name}" for name in ("cls_token", "max_tokens", "mean_sqrt_len_tokens"))
 IDENTITY, TANH, SIGMOID = (
     f"torch.nn.modules.{name}" for name in ("linear.Identity", "activation.Tanh", "activation.Sigmoid")
 )
 HEAD_WEIGHT, TABLE_WEIGHT, SCORE_WEIGHT = "lm_head.weight", "model.embed_tokens.weight", "score.weight"
-TASK = "feature-extraction"  # where the file says none
-# More than any model has; each module adds a node to the graph.
+TASK = "feature-extraction"  # the default
+# No model has more; each module adds a node to the graph.
 MOST_MODULES = 16
 
 
 @dataclass(frozen=True)
 class Ending:
-    """The part after an encoder's layers, its longest text in tokens (0: unknown), and the folders of dense layers."""
+    """The modules after an encoder's layers, its longest text in tokens (0: unknown), and the dense layers' folders."""
 
     encoder: EncoderConfig
     longest: int
@@ -47,8 +47,7 @@ class Ending:
 
 
 def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
-    """Read the part after the encoder's layers; None for a model that generates. ``config`` is that of
-    ``config.json``."""
+    """Read the modules after the encoder's layers; None for a generating model. ``config``: from config.json."""
     architectures = config.get("architectures")
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     classifies = architecture.endswith("ForSequenceClassification")
@@ -58,8 +57,8 @@ def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
     if modules is None:
         if architecture.endswith("Model") and not architecture.endswith(("LMHeadModel", "DreamModel")):
             raise CheckpointError(
-                f"{folder / CONFIG_FILE}: {architecture:.80} has no head, and without a {MODULES_FILE} nothing says "
-                "how a text's vector is made; expected the files of sentence-transformers beside it"
+                f"{folder / CONFIG_FILE}: {architecture:.80} has no head, and there is no {MODULES_FILE} to define its "
+                "vectors; expected the files of sentence-transformers beside it"
             )
         return None
     longest, template = _texts(folder)
@@ -68,7 +67,7 @@ def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
         encoder = _logit_score(folder, modules["LogitScore"][0], _sigmoid(folder, config), template)
     elif not kinds and classifies:
         _check_labels(folder, config)
-        padding = config.get("pad_token_id")  # transformers scores at the last token that is no padding
+        padding = config.get("pad_token_id")  # transformers scores at the last token that is not padding
         padding = padding if type(padding) is int and padding >= 0 else None
         sigmoid = _sigmoid(folder, config)
         encoder = EncoderConfig(
@@ -79,15 +78,15 @@ def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
     else:
         how = "through its chat template" if template else "as text"
         raise CheckpointError(
-            f"{folder / MODULES_FILE}: {architecture:.80} with the modules {', '.join(modules)}, which takes texts "
-            f"{how}, is unsupported; expected Pooling, Dense and Normalize after a decoder that takes plain text, "
-            "LogitScore after a causal one, or a ForSequenceClassification alone"
+            f"{folder / MODULES_FILE}: {architecture:.80} with the modules {', '.join(modules)}, which reads texts "
+            f"{how}, is unsupported; expected Pooling, Dense and Normalize after a decoder that reads plain text, "
+            "LogitScore after a causal one, or only a ForSequenceClassification"
         )
     return Ending(encoder, longest, tuple(modules.get("Dense", ())))
 
 
 def prefix_names(stored: Mapping[str, Weight]) -> dict[str, Weight]:
-    """Add ``model.`` to the names of tensors: a model without a head is stored without it."""
+    """Add ``model.`` to tensor names: a model without a head is stored without this prefix."""
     if any(name.startswith("model.") for name in stored):
         return dict(stored)
     return {name if name in (HEAD_WEIGHT, SCORE_WEIGHT) else f"model.{name}": item for name, item in stored.items()}
@@ -96,7 +95,7 @@ def prefix_names(stored: Mapping[str, Weight]) -> dict[str, Weight]:
 def replace_head(
     folder: Path, config: DecoderConfig, ending: Ending, stored: Mapping[str, Weight]
 ) -> tuple[DecoderConfig, dict[str, Weight]]:
-    """The decoder with an encoder's end instead of its head, and the tensors of both."""
+    """The decoder with an encoder's modules instead of its head, and the tensors of both."""
     end, tensors = _measure(folder, config, ending.encoder), dict(stored)
     head = tensors.pop(HEAD_WEIGHT, tensors.get(TABLE_WEIGHT) if config.tied_head else None)
     for number, row in enumerate(end.score_rows):
@@ -133,8 +132,8 @@ def _measure(folder: Path, config: DecoderConfig, end: EncoderConfig) -> Encoder
 def _row(folder: Path, head: Weight | None, row: int) -> StoredTensor:
     if not isinstance(head, StoredTensor):
         raise CheckpointError(
-            f"{folder}: {HEAD_WEIGHT} is missing or quantized, expected the floats that LogitScore takes rows of; "
-            "export the checkpoint that it was made from"
+            f"{folder}: {HEAD_WEIGHT} is missing or quantized, expected floats, whose rows LogitScore uses; export the "
+            "checkpoint that it was made from"
         )
     size = head.length // head.shape[0]
     return replace(head, offset=head.offset + row * size, length=size, shape=(1, *head.shape[1:]))
@@ -151,13 +150,13 @@ def _dense_tensors(folder: Path, name: str) -> dict[str, MadeTensor]:
 
 
 def _read_modules(folder: Path) -> dict[str, list[str]] | None:
-    """The folders of the modules by kind, in order; None without ``modules.json``."""
+    """The modules' folders by kind, in order; None without ``modules.json``."""
     listed = read_value(folder, MODULES_FILE)
     if listed is None:
         return None
     where = folder / MODULES_FILE
     if not isinstance(listed, list) or not 1 <= len(listed) <= MOST_MODULES:
-        raise CheckpointError(f"{where} holds no list of 1 to {MOST_MODULES} modules; download it again")
+        raise CheckpointError(f"{where} is not a list of 1 to {MOST_MODULES} modules; download it again")
     folders: dict[str, list[str]] = {}
     for number, entry in enumerate(listed):
         kind = entry.get("type") if isinstance(entry, dict) else None
@@ -166,7 +165,7 @@ def _read_modules(folder: Path) -> dict[str, list[str]] | None:
             raise CheckpointError(f"{where}: module {number} has no type and the name of a folder; download it again")
         if not kind.startswith("sentence_transformers.") or path in (".", ".."):
             raise CheckpointError(
-                f"{where}: {kind:.80} in {path!r} is unsupported, for llmc runs no code of a checkpoint; expected "
+                f"{where}: {kind:.80} in {path!r} is unsupported, since llmc runs no code of a checkpoint; expected "
                 "modules of sentence-transformers"
             )
         name = kind.rpartition(".")[2]
@@ -178,21 +177,21 @@ def _read_modules(folder: Path) -> dict[str, list[str]] | None:
 
 
 def _texts(folder: Path) -> tuple[int, bool]:
-    """The longest text in tokens (0 if unknown), and whether texts go through the chat template."""
+    """The longest text in tokens (0 if unknown), and True if texts go through the chat template."""
     values = read_object(folder, TEXT_FILE)
     if values is None:
         return 0, False
     keys = Keys(values, str(folder / TEXT_FILE))
     keys.skip("module_output_name", "unpad_inputs")
     keys.choice("transformer_task", ("feature-extraction", "sequence-classification", "text-generation"), TASK)
-    keys.fixed("do_lower_case", False, ", for tokenizer.json says what becomes of letters")
+    keys.fixed("do_lower_case", False, ", since tokenizer.json decides about case")
     longest = keys.optional_integer("max_seq_length") or 0
-    given = keys.raw("modality_config") or {}
-    message = given.get("message") if isinstance(given, dict) else None
-    if not isinstance(given, dict) or not set(given) <= {"text", "message"}:
-        raise keys.error("modality_config", given, "text, or text and message")
+    modality = keys.raw("modality_config") or {}
+    message = modality.get("message") if isinstance(modality, dict) else None
+    if not isinstance(modality, dict) or not set(modality) <= {"text", "message"}:
+        raise keys.error("modality_config", modality, "text, or text and message")
     if message is not None and (not isinstance(message, dict) or message.get("format", "flat") != "flat"):
-        raise keys.error("modality_config", given, "messages of the flat format")
+        raise keys.error("modality_config", modality, "messages of the flat format")
     keys.finish()
     return longest, message is not None
 
@@ -233,9 +232,9 @@ def _logit_score(folder: Path, name: str, sigmoid: bool, template: bool) -> Enco
     keys = _read_keys(folder, name)
     keys.choice("module_input_name", ("causal_logits",), "causal_logits")
     rows = [keys.integer("true_token_id")]
-    other = keys.optional_integer("false_token_id")
+    false_token = keys.optional_integer("false_token_id")
     keys.finish()
-    rows += [] if other is None else [other]
+    rows += [] if false_token is None else [false_token]
     return EncoderConfig(
         result="scores", pooling="last", width=1, template=template, score_rows=tuple(rows), sigmoid=sigmoid
     )

@@ -1,6 +1,6 @@
-"""Maps a checkpoint's tensors to the decoder's parameters: other names, packed rows, other orders.
+"""Map a checkpoint's tensors to the decoder's parameters: rename, unpack rows, reorder.
 
-Tensors that need no conversion stay references to the files; the others are converted.
+Tensors that need no conversion remain references to the files.
 """
 
 import math
@@ -31,19 +31,19 @@ Tensors = dict[str, Weight]
 Array = NDArray[Any]
 T = TypeVar("T")
 
-# Number of values that are converted at a time.
+# Values to convert at a time.
 PIECE = 1 << 20
 
 
 def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Tensors:
-    """All tensors by parameter name, unknown ones by their own name, from what :func:`rename_tensors` gives.
+    """All tensors by parameter name (unknown ones by their own), from the result of :func:`rename_tensors`.
 
-    Quantized weights are always stored [outputs, inputs].
+    Quantized weights are always stored as [outputs, inputs].
     """
     tensors = _stack_experts(folder, config, renamed)
     shapes, parameters = config.parameter_shapes, Tensors(tensors)
     for packed, names in config.packed_parameters.items():
-        if packed in tensors and names[0] in shapes:  # a layer may lack that part
+        if packed in tensors and names[0] in shapes:  # a layer may lack this part
             del parameters[packed]
             parts = [shapes[name] for name in names]
             parameters |= dict(
@@ -64,13 +64,14 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
     for name in _list_norms_of_ones(config, shapes):
         parameters[name] = MadeTensor("F32", shapes[name], partial(_filled, 1.0, shapes[name]))
     plain = {name for name, tensor in tensors.items() if not isinstance(tensor, QuantizedTensor)}
-    for name in _list_transposed(config) & plain:
+    transposed = {f"{linear.name}.weight" for linear in config.geometry.linears[:-1]} if config.transposed else set()
+    for name in transposed & plain:
         parameters[name] = _make_view(folder, tensors[name], np.transpose, tensors[name].shape[::-1])
     return parameters
 
 
 def rename_tower(folder: Path, config: DecoderConfig, stored: Mapping[str, T]) -> dict[str, T]:
-    """Tensors of the tower by llmc's own names; none without a tower."""
+    """Tensors of the vision tower by llmc's own names; empty without a tower."""
     if config.tower is None:
         return {}
     renamed = rename_tensors(folder, replace(config, renamed=config.tower.renamed, left_out=("head",)), stored)
@@ -78,7 +79,7 @@ def rename_tower(folder: Path, config: DecoderConfig, stored: Mapping[str, T]) -
 
 
 def tower_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Tensors:
-    """Tensors of the tower by parameter name. A convolution over patches is a product with the pixels of each."""
+    """Tensors of the tower by parameter name. A convolution over patches becomes a product with each patch's pixels."""
     tensors = Tensors(renamed)
     name = f"{TOWER}.patch_embedding.weight"
     if isinstance(kernels := tensors.get(name), StoredTensor) and len(kernels.shape) > 2:
@@ -92,7 +93,7 @@ def tower_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Tens
 
 
 def _convert_recurrent(folder: Path, config: DecoderConfig, item: Recurrent, tensors: Tensors) -> Tensors:
-    """The weights of a norm over groups, which stand behind it, and a convolution whose channels are scaled."""
+    """The weights of a grouped norm, applied after it, and a convolution with scaled channels."""
     mixer, converted = config.layers[item.layer].recurrent, Tensors()
     assert mixer is not None
     if mixer.scaled_apart and (name := f"{item.name}.norm.weight") in tensors:
@@ -123,13 +124,15 @@ def _filled(value: float, shape: tuple[int, ...]) -> Iterator[Array]:
 def _convert_head_norms(
     folder: Path, item: Attention, shapes: Mapping[str, tuple[int, ...]], parameters: Tensors
 ) -> None:
-    """Weights of norms of each head, [heads, head_dim] or a tensor for each, stand behind norms without biases."""
+    """Weights of per-head norms, [heads, head_dim] or one tensor per head, are applied after norms without biases."""
     for part, heads in (("q", item.heads), ("k", item.kv_heads)):
         norm, scale = f"{item.name}.{part}_norm", f"{item.name}.{part}_scale"
         if scale not in shapes:
             continue
-        own = [f"{norm}.{head}.weight" for head in range(heads)]
-        names, shape = (own, (item.head_dim,)) if own[0] in parameters else ([f"{norm}.weight"], (heads, item.head_dim))
+        per_head = [f"{norm}.{head}.weight" for head in range(heads)]
+        names, shape = (
+            (per_head, (item.head_dim,)) if per_head[0] in parameters else ([f"{norm}.weight"], (heads, item.head_dim))
+        )
         for name in names:
             if name not in parameters:
                 raise CheckpointError(f"{folder}: tensor {name} is missing; download the checkpoint again")
@@ -152,17 +155,13 @@ def _read_flat(folder: Path, tensors: Sequence[Weight]) -> Iterator[Array]:
 def list_offset_norms(config: DecoderConfig) -> set[str]:
     plain = {
         f"{item.name}.norm" for item in config.geometry.recurrents
-    }  # behind a recurrence weights are stored as they are
+    }  # norms after a recurrence store their weights unchanged
     listed = {norm.name for norm in config.geometry.norms} - plain
     return {f"{name}.weight" for name in listed} if config.norm.offset else set()
 
 
-def _list_transposed(config: DecoderConfig) -> set[str]:
-    return {f"{linear.name}.weight" for linear in config.geometry.linears[:-1]} if config.transposed else set()
-
-
 def _list_transposed_stacks(config: DecoderConfig) -> set[str]:
-    """Names of all experts' weights, where checkpoints store them as [experts, inputs, outputs]."""
+    """Names of all experts' weights that the checkpoint stores as [experts, inputs, outputs]."""
     turned = {index for index, layer in enumerate(config.layers) if layer.experts and layer.experts.transposed}
     return {f"{part.name}.weight" for item in config.geometry.mixtures if item.layer in turned for part in item.parts}
 
@@ -173,7 +172,7 @@ def explain_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) 
 
 @cache
 def make_renamer(renamed: tuple[tuple[str, str], ...]) -> Callable[[str], str]:
-    """A function that replaces parts of a name, whole words between dots; the longest one where several would do."""
+    """A function that replaces parts of a name, whole words between dots; the longest match wins."""
     names = dict(renamed)
     longest_first = sorted(map(re.escape, names), key=len, reverse=True)
     words = re.compile(rf"(?<![^.])(?:{'|'.join(longest_first)})(?![^.])")
@@ -181,23 +180,22 @@ def make_renamer(renamed: tuple[tuple[str, str], ...]) -> Callable[[str], str]:
 
 
 def rename_tensors(folder: Path, config: DecoderConfig, stored: Mapping[str, T]) -> dict[str, T]:
-    """Tensors of a checkpoint by llmc's own names, without the parts that are left out."""
+    """A checkpoint's tensors by llmc's own names, without the parts that are left out."""
     rename, tensors = make_renamer(config.renamed), dict[str, T]()
-    for own, tensor in stored.items():
-        if any(f".{part}." in f".{own}." for part in config.left_out):
+    for stored_name, tensor in stored.items():
+        if any(f".{part}." in f".{stored_name}." for part in config.left_out):
             continue
-        name = rename(own)
+        name = rename(stored_name)
         if name in tensors:
             raise CheckpointError(
-                f"{folder}: {own} is here twice, the second time as {name}; expected one of them: remove the other"
+                f"{folder}: {stored_name} is stored twice, the second time as {name}; remove one of them"
             )
         tensors[name] = tensor
     return tensors
 
 
 def _stack_experts(folder: Path, config: DecoderConfig, tensors: Tensors) -> Tensors:
-    """Stack the weights of a layer's experts into one tensor, if the checkpoint stores each expert, or gate and up,
-    separately."""
+    """Stack the weights of a layer's experts into one tensor, if experts, or gate and up, are stored separately."""
     stacked = Tensors(tensors)
     for item in config.geometry.mixtures:
         experts = config.layers[item.layer].experts
@@ -210,20 +208,23 @@ def _stack_experts(folder: Path, config: DecoderConfig, tensors: Tensors) -> Ten
         first = ("up_proj", "up_proj") if experts.squared else ("gate_proj", "up_proj")
         for part, names in zip(item.parts, (first, ("down_proj",)), strict=True):
             rows = (part.outputs // len(names), part.inputs)
-            own = [f"{item.name}.{e}.{name}.weight" for e in range(item.count) for name in names]
-            if f"{part.name}.weight" in tensors or own[0] not in tensors:
+            expert_names = [f"{item.name}.{e}.{name}.weight" for e in range(item.count) for name in names]
+            if f"{part.name}.weight" in tensors or expert_names[0] not in tensors:
                 continue
-            parts = [_find_expert(folder, name, tensors.get(name), rows, item.count) for name in own]
-            if len({(it.dtype, it.block if isinstance(it, QuantizedTensor) else 0) for it in parts}) > 1:
-                raise CheckpointError(f"{folder}: the experts of {item.name} have several dtypes; expected one of all")
-            coded = [it for it in parts if isinstance(it, QuantizedTensor)]
-            floats = [it for it in parts if isinstance(it, StoredTensor | MadeTensor)]
+            parts = [_find_expert(folder, name, tensors.get(name), rows, item.count) for name in expert_names]
+            if (
+                len({(weight.dtype, weight.block if isinstance(weight, QuantizedTensor) else 0) for weight in parts})
+                > 1
+            ):
+                raise CheckpointError(f"{folder}: the experts of {item.name} have several dtypes; expected one for all")
+            coded = [weight for weight in parts if isinstance(weight, QuantizedTensor)]
+            floats = [weight for weight in parts if isinstance(weight, StoredTensor | MadeTensor)]
             if coded and experts.squared:
                 raise CheckpointError(
-                    f"{folder}: {own[0]} is quantized, and llmc reads experts without a gate in floats; export the "
-                    "checkpoint that it was made from"
+                    f"{folder}: {expert_names[0]} is quantized, and llmc reads experts without a gate only as floats; "
+                    "export the checkpoint that it was made from"
                 )
-            stacked = {name: tensor for name, tensor in stacked.items() if name not in own}
+            stacked = {name: tensor for name, tensor in stacked.items() if name not in expert_names}
             shape = (item.count, part.outputs, part.inputs)
             stacked[f"{part.name}.weight"] = (
                 _stack_codes(folder, coded, item.count)
@@ -234,7 +235,7 @@ def _stack_experts(folder: Path, config: DecoderConfig, tensors: Tensors) -> Ten
 
 
 def _join(folder: Path, gate: Weight, up: Weight, shape: tuple[int, ...]) -> Weight:
-    """The rows of each expert's gate, then those of up."""
+    """For each expert, the rows of gate, then the rows of up."""
     half = (shape[0], shape[1] // 2, shape[2])
     if gate.dtype != up.dtype:
         raise CheckpointError(f"{folder}: gate and up of experts are {gate.dtype} and {up.dtype}; expected one type")
@@ -256,7 +257,7 @@ def _read_rows(folder: Path, tensor: StoredTensor | MadeTensor) -> Iterator[Arra
 
 
 def read_pieces(folder: Path, tensor: StoredTensor | MadeTensor) -> Iterator[Array]:
-    files = folder if folder.is_dir() else folder.parent  # of a model in one file
+    files = folder if folder.is_dir() else folder.parent  # a model in one file
     return tensor.pieces() if isinstance(tensor, MadeTensor) else _read_all(files, [tensor])
 
 
@@ -295,10 +296,10 @@ def _find_expert(
         )
     if tensor.shape != shape:
         raise CheckpointError(f"{folder}: {explain_shape(name, tensor.shape, shape)}")
-    assert not isinstance(tensor, GgmlTensor), "GGUF files hold experts as stacks"
+    assert not isinstance(tensor, GgmlTensor), "GGUF files store experts as stacks"
     if isinstance(tensor, Mxfp4Tensor) or getattr(tensor, "order", None) is not None:
         raise CheckpointError(
-            f"{folder}: {name} has act-order, which llmc does not read of experts; export the checkpoint that it was "
+            f"{folder}: {name} has act-order, which llmc does not read for experts; export the checkpoint that it was "
             "made from"
         )
     return tensor
@@ -307,9 +308,9 @@ def _find_expert(
 def _read_all(
     folder: Path, tensors: Sequence[StoredTensor | MadeTensor], names: tuple[str, ...] = ()
 ) -> Iterator[Array]:
-    for number, it in enumerate(tensors):
+    for number, tensor in enumerate(tensors):
         is_gate = names == ("up_proj", "up_proj") and number % 2 == 0
-        for matrix in [_map(folder, it)] if isinstance(it, StoredTensor) else it.pieces():
+        for matrix in [_map(folder, tensor)] if isinstance(tensor, StoredTensor) else tensor.pieces():
             yield (matrix * STEEP).astype(matrix.dtype) if is_gate else matrix
 
 
@@ -335,7 +336,7 @@ def _unpack_parameters(
 
 
 def _of_heads(config: DecoderConfig, part: int, whole: Array) -> Array:
-    """The queries, keys or values [heads, head_dim, ...] of a tensor that stores all three head by head."""
+    """The queries, keys or values [heads, head_dim, ...] of a tensor that stores all three per head."""
     mixer = config.layers[0].attention
     assert mixer is not None
     rows: Array = whole.reshape(mixer.heads, -1, mixer.head_dim, *whole.shape[1:])[:, part]
@@ -353,7 +354,7 @@ def _plus_one(weight: Array) -> Array:
 
 
 def _scale_channels(mixer: RecurrentConfig, weight: Array) -> Array:
-    """The weight of a convolution, whose channels are those of values, keys and queries."""
+    """The weight of a convolution with its channels (values, keys and queries) scaled."""
     keys = mixer.key_heads * mixer.key_dim
     scales = np.repeat(np.array(mixer.scales[1:4], np.float32), (mixer.inner, keys, keys))
     scaled: Array = weight.astype(np.float32) * scales[:, None, None]
@@ -365,8 +366,8 @@ def _make_view(
 ) -> MadeTensor:
     if not isinstance(tensor, StoredTensor | MadeTensor):
         raise CheckpointError(
-            f"{folder}: a quantized tensor {list(tensor.shape)} holds parameters in an order that is not read from "
-            "codes; export the checkpoint that it was made from"
+            f"{folder}: a quantized tensor {list(tensor.shape)} packs parameters in an order that llmc cannot "
+            "read from codes; export the checkpoint that it was made from"
         )
 
     def pieces() -> Iterator[Array]:

@@ -1,4 +1,4 @@
-"""Chat templates in the places where transformers keeps them, as the two files that the runtime reads."""
+"""Copy chat templates from the files where transformers keeps them to the two files that the runtime reads."""
 
 import json
 from pathlib import Path
@@ -10,28 +10,28 @@ from llmc.strict import read_bytes
 
 PLAIN, OF_PROCESSOR, NAMED = "chat_template.jinja", "chat_template.json", "additional_chat_templates"
 CONFIG_FILE = "tokenizer_config.json"
-MOST_TEMPLATE = 1 << 22  # bytes; those of today's models have 20,000
+MOST_TEMPLATE = 1 << 22  # bytes; today's templates have 20,000
 MOST_NAMED = 64
 
 
 def place_templates(source: Path, staging: Path, sees: bool) -> None:
-    """Put a processor's ``chat_template.json``, and the named templates of ``additional_chat_templates``, into the
+    """Move a processor's ``chat_template.json``, and the named templates of ``additional_chat_templates``, into the
     tokenizer's files that were copied to ``staging`` from the checkpoint ``source``. If the model ``sees`` images, the
-    processor's template goes before the tokenizer's. Raises CheckpointError: a template cannot be read."""
+    processor's template replaces the tokenizer's. Raises CheckpointError: a template cannot be read."""
     config = read_json(staging / CONFIG_FILE) if (staging / CONFIG_FILE).exists() else {}
     stated, plain = config.get("chat_template"), _read_text(source, PLAIN)
     if plain is None and (sees or not stated) and find_own_file(source, OF_PROCESSOR):
         plain = read_json(source / OF_PROCESSOR).get("chat_template")
         if not isinstance(plain, str) or any("\ud800" <= character <= "\udfff" for character in plain):
-            raise CheckpointError(f"{source / OF_PROCESSOR}: chat_template is missing, or no text; remove the file")
+            raise CheckpointError(f"{source / OF_PROCESSOR}: chat_template is missing, or not text; remove the file")
         (staging / PLAIN).write_text(plain, encoding="utf-8")
     named = _read_named(source)
     if not named:
         return
     listed = stated if isinstance(stated, list) else [{"name": "default", "template": stated}] if stated else []
-    own = named if plain is None else {"default": plain, **named}
-    kept = [each for each in listed if not isinstance(each, dict) or each.get("name") not in own]
-    listed = [*kept, *({"name": name, "template": text} for name, text in own.items())]
+    templates = named if plain is None else {"default": plain, **named}
+    kept = [each for each in listed if not isinstance(each, dict) or each.get("name") not in templates]
+    listed = [*kept, *({"name": name, "template": text} for name, text in templates.items())]
     (staging / CONFIG_FILE).write_text(json.dumps({**config, "chat_template": listed}), encoding="utf-8")
     (staging / PLAIN).unlink(missing_ok=True)
 

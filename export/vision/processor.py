@@ -1,4 +1,4 @@
-"""The files of a checkpoint's processor, read as strictly as its config: images to tiles, and the texts around them."""
+"""Read a checkpoint's processor files as strictly as its config: how images become tiles, and the texts around them."""
 
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,10 @@ from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
 PROCESSOR_FILE, IMAGES_FILE = "processor_config.json", "preprocessor_config.json"
 FORMS = ("", "Fast", "Pil")
 KINDS = tuple(f"{family}ImageProcessor{form}" for family in ("SmolVLM", "Idefics3") for form in FORMS)
-# Pillow's numbers.
+# Pillow's numbers of filters.
 FILTERS: tuple[Filter, ...] = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 IMAGE, FAKE, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
-# Idefics3's processor and those like it.
+# Markers of Idefics3's processor and its successors.
 MARKERS = Markers(
     image=IMAGE,
     tile=(f"{FAKE}<row_{{row}}_col_{{column}}>",),
@@ -23,7 +23,7 @@ MARKERS = Markers(
     single=(f"{FAKE}{WHOLE}",),
     after=(FAKE,),
 )
-# Qwen's processors, whose templates contain the marks.
+# Qwen's templates write the markers.
 QWEN_KINDS = tuple(f"Qwen2VLImageProcessor{form}" for form in FORMS)
 QWEN_MARKERS = Markers("<|image_pad|>", ("",), ("",), ("",), ("",), ("",))
 # LFM2-VL's processor.
@@ -55,29 +55,29 @@ SOFT_MARKERS = Markers(
 def read_vision(
     folder: Path, tower: TowerConfig | PatchTowerConfig, processor: dict[str, Any], images: dict[str, Any]
 ) -> Vision:
-    """All that a runtime must know of images; ``processor`` and ``images`` are the contents of both files.
+    """The runtime's image settings; ``processor`` and ``images`` are the contents of the two files.
 
-    Since transformers 5 the one holds the other.
+    Since transformers 5 the first contains the second.
     """
     outer = Keys(processor, str(folder / PROCESSOR_FILE))
     outer.skip("processor_class", "video_processor", "chat_template")
-    own = outer.inside("image_processor") if "image_processor" in outer else Keys(images, str(folder / IMAGES_FILE))
-    if not images and own.where == str(folder / IMAGES_FILE):
+    inner = outer.inside("image_processor") if "image_processor" in outer else Keys(images, str(folder / IMAGES_FILE))
+    if not images and inner.where == str(folder / IMAGES_FILE):
         raise CheckpointError(
-            f"{folder}: no {IMAGES_FILE} here, which says how images are made ready for the tower; get it, or export "
-            "the text part alone with --text-only"
+            f"{folder}: no {IMAGES_FILE}, which describes how to prepare images for the tower; get it, or export only "
+            "the text part with --text-only"
         )
     if isinstance(tower, PatchTowerConfig):
         outer.finish()
-        return _read_patching(own, tower)
+        return _read_patching(inner, tower)
     if tower.projector == "mlp":
-        return _read_naflex(outer, own, tower)
+        return _read_naflex(outer, inner, tower)
     pools = tower.projector == "pool"
     length, default = ("image_seq_length", 256) if pools else ("image_seq_len", 169)
     if (tokens := outer.integer(length, default)) != tower.tokens:
-        raise outer.error(length, tokens, f"{tower.tokens}, the rows that the tower makes of a tile")
+        raise outer.error(length, tokens, f"{tower.tokens}, the number of rows that the tower outputs for a tile")
     outer.finish()
-    tiling = (_read_square if pools else _read_tiling)(own, tower)
+    tiling = (_read_square if pools else _read_tiling)(inner, tower)
     vision = Vision(
         *(tower.tile, tower.patch, tower.tokens, tower.token_id, tiling),
         *(SOFT_MARKERS if pools else MARKERS, tower.layers, tower.linears),
@@ -85,12 +85,12 @@ def read_vision(
     )
     if vision.most_tiles > MOST_TILES:
         most = f"a longest_edge that cuts an image into at most {MOST_TILES} tiles of {tower.tile} pixels"
-        raise own.error("size", tiling.longest_edge, most)
+        raise inner.error("size", tiling.longest_edge, most)
     return vision
 
 
 def _read_tiling(keys: Keys, tower: TowerConfig) -> Tiling:
-    """Defaults are those of transformers. Every tile is full, so that padding has nothing to do."""
+    """The tiling; defaults are transformers'. Every tile is full, so there is no padding."""
     _check_steps(keys, KINDS)
     (longest, tile) = (_read_edge(keys, name) for name in ("size", "max_image_size"))
     if tile != tower.tile:
@@ -101,7 +101,7 @@ def _read_tiling(keys: Keys, tower: TowerConfig) -> Tiling:
 
 
 def _read_square(keys: Keys, tower: TowerConfig) -> Tiling:
-    """Images are resized to one tile. Gemma 3's processor can show crops of long ones too, where it is told to."""
+    """Settings to resize images to one tile. Gemma 3's processor can also crop long ones, which is refused."""
     _check_steps(keys, SOFT_KINDS)
     keys.skip("image_seq_length", *PANS)
     keys.fixed("do_pan_and_scan", False, ", as it is published")
@@ -116,7 +116,7 @@ def _read_square(keys: Keys, tower: TowerConfig) -> Tiling:
 
 
 def _read_naflex(outer: Keys, keys: Keys, tower: TowerConfig) -> Vision:
-    """Defaults are those of transformers."""
+    """LFM2-VL's settings; defaults are transformers'."""
     for where, name in ((outer, "use_image_special_tokens"), (keys, "use_thumbnail")):
         where.fixed(name, True, ", as it is published")
     outer.finish()
@@ -128,7 +128,7 @@ def _read_naflex(outer: Keys, keys: Keys, tower: TowerConfig) -> Vision:
             raise keys.error(name, stated, f"{own}, as config.json has it")
     square, tile = tower.patch * tower.merged, keys.integer("tile_size", 512)
     if tile % square:
-        squares = f"a multiple of {square}, for {tower.merged} x {tower.merged} patches become a row"
+        squares = f"a multiple of {square}, since {tower.merged} x {tower.merged} patches become a row"
         raise keys.error("tile_size", tile, squares)
     tiles = keys.integer("min_tiles", 2), keys.integer("max_tiles", 10)
     if not keys.flag("do_image_splitting", True):
@@ -137,7 +137,7 @@ def _read_naflex(outer: Keys, keys: Keys, tower: TowerConfig) -> Vision:
         raise keys.error("min_tiles", tiles[0], f"at least 2 and at most max_tiles={tiles[1]}")
     least, most = keys.integer("min_image_tokens", 64), keys.integer("max_image_tokens", 256)
     if least > most or most * square**2 >= 1 << 26:
-        raise keys.error("max_image_tokens", most, f"at least min_image_tokens={least}, of less than 67 million pixels")
+        raise keys.error("max_image_tokens", most, f"at least min_image_tokens={least}, and below 67 million pixels")
     patching = Patching(
         least_pixels=least * square**2,
         most_pixels=most * square**2,
@@ -158,7 +158,7 @@ def _read_naflex(outer: Keys, keys: Keys, tower: TowerConfig) -> Vision:
 
 
 def _read_patching(keys: Keys, tower: PatchTowerConfig) -> Vision:
-    """Defaults are those of transformers; older files have bounds of pixels by their own names."""
+    """Qwen's settings; defaults are transformers'; older files have other names for the bounds of pixels."""
     _check_steps(keys, QWEN_KINDS)
     sizes = {"patch_size": tower.patch, "temporal_patch_size": tower.frames, "merge_size": tower.merged}
     for name, value in sizes.items():
@@ -197,11 +197,11 @@ def _check_steps(keys: Keys, kinds: tuple[str, ...]) -> None:
     keys.choice("image_processor_type", kinds, kinds[0])
     keys.skip("processor_class", "do_pad", "video_sampling", "data_format", "input_data_format", "return_row_col_info")
     for name in ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize"):
-        keys.fixed(name, True, ", for this is what the tower was trained on")
+        keys.fixed(name, True, ", as the tower was trained")
 
 
 def _read_values(keys: Keys, default: Filter) -> dict[str, Any]:
-    """The filter of resizing, and what is done with pixels' values."""
+    """The filter for resizing, and how pixel values are scaled."""
     return {
         "filter": FILTERS[keys.integer("resample", FILTERS.index(default))],
         "rescale": keys.number("rescale_factor", 1 / 255),

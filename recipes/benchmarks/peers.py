@@ -69,8 +69,7 @@ class Row:
         return all(self.quality[p]["mean_kl"] <= SAME_KL * other.quality[p]["mean_kl"] for p in PHASES)
 
     def cells(self, reference: "Row | None", columns: Sequence[str]) -> Iterator[str]:
-        """Bits in decode, KL, and medians over rounds; in brackets, the reference's figure divided by that of the same
-        round."""
+        """Bits in decode, KL, and medians over rounds; in brackets, the reference's figure divided by this system's."""
         yield f"{self.quality['decode']['bits']:.2f}" if self.quality else ""
         for phase in PHASES:
             yield f"{self.quality[phase]['mean_kl']:.2g}" if self.quality else ""
@@ -133,8 +132,7 @@ class Task:
 
 
 def read_systems(path: Path) -> tuple[Quality, dict[str, Path], tuple[Entry, ...]]:
-    """Read the TOML file: the reference, the interpreter of each runner (llmc's is this one by default), the
-    systems."""
+    """Read the TOML file: the reference, the interpreter of each runner (default for llmc: this one), the systems."""
     document = parse_toml(path.read_bytes())
     try:
         quality = decode(Quality, document.pop("quality", {}), "quality")

@@ -134,7 +134,6 @@ class Llmc(System):
         return {phase: graph_bytes(self.args.model / graphs[phase].file) for phase in PHASES}
 
     def settle(self) -> None:
-        """Wait until the weights are in huge pages."""
         from llmc.runtime.host import huge_pages
 
         huge_pages.settle()
@@ -256,7 +255,6 @@ class LlamaCpp(System):
         return self._last_logits(sum(last for *_, last in entries))
 
     def _last_logits(self, count: int) -> Any:
-        """Logits [count, V] of the latest call."""
         import numpy as np
 
         return np.ctypeslib.as_array(self._api.llama_get_logits(self._context), (count, self._vocabulary))
@@ -287,7 +285,6 @@ class OpenVino(System):
             self._pipeline = genai.LLMPipeline(str(args.model), "CPU", **options)
 
     def generate(self, prompt: list[int], new_tokens: int) -> tuple[float, float]:
-        """With the pipeline's own metrics."""
         import numpy as np
         import openvino
         import openvino_genai

@@ -33,7 +33,6 @@ def send(link: tuple[float, float], content: Any) -> Message:
 
 
 def receive(message: Message) -> Any:
-    """The content, after it has arrived."""
     sent, (latency, for_byte), content = message
     size = sum(array.nbytes for array in content) if isinstance(content, tuple) else 0
     time.sleep(max(0.0, sent + latency + for_byte * size - time.time()))

@@ -45,8 +45,7 @@ class Decoder:
         return [torch.zeros(shape, device=DEVICE, dtype=DTYPE) for _ in range(self.layers)]
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor, caches: list[torch.Tensor]) -> torch.Tensor:
-        """The most probable token after ``ids`` [S]: one token that sees the whole cache, or a prompt from the
-        start."""
+        """The most probable token after ``ids`` [S]: one token that sees the whole cache, or a whole prompt."""
         x = self.embedding[ids]
         for (qkv, out, up, down), cache in zip(self.weights, caches, strict=True):
             h = F.linear(F.rms_norm(x, (self.hidden,), self.norm), qkv, self.bias)

@@ -53,7 +53,6 @@ def distance(logits: NDArray[Any], wanted: NDArray[Any]) -> float:
 
 
 def timed(work: Callable[[], Any], count: int) -> list[float]:
-    """Milliseconds of each of ``count`` calls."""
     times = []
     for _ in range(count):
         begin = time.perf_counter()

@@ -23,7 +23,6 @@ KERNELS = 300  # about as many as a step of a small model launches
 
 
 def machine() -> None:
-    """Card, driver, clocks, disk, processor and versions."""
     if shutil.which("nvidia-smi"):
         values = subprocess.run(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"], capture_output=True)
         report(gpu=values.stdout.decode().strip())

@@ -203,7 +203,6 @@ def train(model: Qwen3ForCausalLM, stream: Tensor, steps: int) -> float:
 
 
 def save(folder: Path, model: Any, tokenizer: Any) -> None:
-    """Write the checkpoint in float16."""
     stops = tokenizer.convert_tokens_to_ids([END, END_OF_TURN])
     model.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=stops[0])  # type: ignore[no-untyped-call]
     model.half().save_pretrained(folder)

@@ -94,8 +94,7 @@ class ChatHandle(Handle):
         self._chat_result: ChatResult | None = None
 
     def deltas(self, timeout: float | None = None) -> Iterator[MessageDelta]:
-        """Every piece of every message, as it comes. Raises the errors of :meth:`result`, and TimeoutError after
-        ``timeout`` seconds."""
+        """Every piece of every message, as it comes. Errors as in :meth:`result`; TimeoutError after ``timeout`` s."""
         for delta in self.events(timeout):
             yield self._message_delta(delta)
         yield from self._last_deltas()

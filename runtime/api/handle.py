@@ -22,7 +22,6 @@ def mark_serving() -> None:
 
 
 def is_serving() -> bool:
-    """True on a marked thread."""
     return getattr(_SERVING, "on", False)
 
 
@@ -128,8 +127,7 @@ class OutputCollector:
                 waiters.remove(waiter)
 
     def refuse_forked(self) -> None:
-        """Raise EngineClosedError in a forked process, before a lock is taken whose owner is not here; do nothing after
-        the end."""
+        """Raise EngineClosedError in a forked process that has not ended, before it takes a lock of the parent."""
         if os.getpid() == self._pid:
             return
         if not self.ended:

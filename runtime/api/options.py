@@ -69,11 +69,9 @@ class EngineOptions:
             )
 
 
-def _is_path(value: object) -> bool:
-    return isinstance(value, str | os.PathLike) and str(value) not in ("", ".")
-
-
-_PATH = optional(Range("path", "a path", _is_path, "a path"))
+_PATH = optional(
+    Range("path", "a path", lambda path: isinstance(path, str | os.PathLike) and str(path) not in ("", "."), "a path")
+)
 _RANGES = {
     "determinism": one_of(*(level.value for level in Determinism)),
     "max_batch": optional(integer(1, 1024)),

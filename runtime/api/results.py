@@ -76,8 +76,7 @@ class Output:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """A finished request. ``text``, ``token_ids``, ``finish_reason``, ``stop_reason`` and ``seed`` are the first
-    output's."""
+    """A finished request. ``text``, ``token_ids`` and so on are the first output's."""
 
     outputs: tuple[Output, ...]  # as many as asked for; ranked ones best first
     usage: Usage

@@ -84,8 +84,7 @@ def export_plan(geometry: Geometry, tokenizer_bytes: int, copied: int = 0) -> Me
 
 
 def plan_bundle(manifest: Manifest, context: int | None, batch: int) -> list[MemoryEstimate]:
-    """Memory to run a bundle, on the machine and on its GPU. Raises UsageError: context or batch exceeds the
-    bundle's."""
+    """Memory to run a bundle, on machine and GPU. Raises UsageError: context or batch exceeds the bundle's."""
     limits = manifest.limits
     for name, value, most in (("max_context", context, limits.max_context), ("max_batch", batch, limits.max_batch)):
         if value is not None and value > most:

@@ -13,7 +13,6 @@ PRECISIONS = {
 
 
 def list_absent_precisions(target: str, capability: str) -> dict[str, str]:
-    """Precisions that a GPU of this compute capability lacks on a target, each with the first capability that has
-    it."""
+    """Precisions that a GPU lacks on a target, each with the first compute capability that has it."""
     known = PRECISIONS.get(target, {}) if capability else {}
     return {precision: first for precision, first in known.items() if version(capability) < version(first)}

@@ -4,7 +4,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import cached_property
 from typing import Any
 
@@ -147,13 +147,11 @@ def _plain_text(value: str, name: str) -> str:
     return value
 
 
-def _choice_text(value: Sequence[str], name: str) -> str:
-    return json.dumps(list(dict.fromkeys(_plain_text(item, "an entry of choice") for item in value)))
-
-
 _READ: dict[str, Callable[[Any, str], str]] = {
     "json_schema": schema_text,
     "regex": _plain_text,
     "grammar": _plain_text,
-    "choice": _choice_text,
+    "choice": lambda texts, _: json.dumps(
+        list(dict.fromkeys(_plain_text(text, "an entry of choice") for text in texts))
+    ),
 }

@@ -104,7 +104,11 @@ def check_schema(schema: Any) -> bool:
     nodes = list(_nodes(schema))
     for path, node in nodes:
         _check_keywords(path, node)
-    meeting = any(_merges(node) for _, node in nodes)
+    # The library may enforce two subschemas at once.
+    meeting = any(
+        "allOf" in node or (_MERGING & node.keys() and len(node.keys() - ANNOTATIONS - _DEFINITIONS) > 1)
+        for _, node in nodes
+    )
     states = 0
     for group in [nodes] if meeting else [[item] for item in nodes]:
         _check_bounds(group)
@@ -359,11 +363,6 @@ def _scale(number: Fraction) -> int:
     while (number * scale).denominator != 1:
         scale *= 10
     return scale
-
-
-def _merges(node: dict[str, Any]) -> bool:
-    """True if this schema may make the library enforce two subschemas at once."""
-    return bool("allOf" in node or (_MERGING & node.keys() and len(node.keys() - ANNOTATIONS - _DEFINITIONS) > 1))
 
 
 def _subschemas(path: str, node: dict[str, Any]) -> Iterator[tuple[str, Any]]:

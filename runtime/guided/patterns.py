@@ -178,7 +178,6 @@ class _Reader:
         return _SETS[name] if name.islower() else f"[^{_SETS[name.lower()]}]"
 
     def _character(self) -> str:
-        """The character written as an escape here."""
         if escape := _HEX.match(self.text, self._at):
             self._at = escape.end()
             if escape[4]:

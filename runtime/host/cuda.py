@@ -154,7 +154,6 @@ class Driver:
         return int(self._call_bound("mapping pinned memory", "cuMemHostGetDevicePointer", host, 0))
 
     def stream(self) -> int:
-        """A new stream that does not wait for the default one."""
         flags = int(self._api.CUstream_flags.CU_STREAM_NON_BLOCKING)
         return int(self._call_bound("making a stream", "cuStreamCreate", flags))
 
@@ -189,7 +188,6 @@ class Driver:
         self._call_bound("recording a CUDA graph", "cuStreamBeginCapture", stream, mode)
 
     def end_capture(self, stream: int) -> int:
-        """End the recording and make it ready to launch."""
         graph = self._call_bound("recording a CUDA graph", "cuStreamEndCapture", stream)
         try:
             return int(self._call_bound("preparing a CUDA graph", "cuGraphInstantiate", graph, 0))
@@ -197,8 +195,7 @@ class Driver:
             self._call_bound("freeing a CUDA graph", "cuGraphDestroy", graph)
 
     def drop_capture(self, stream: int) -> None:
-        """End a failed recording, if the stream still records: it would otherwise record later work without doing
-        it."""
+        """End a failed recording, if the stream still records: otherwise later work would be recorded, not done."""
         with suppress(GpuError):  # the stream does not record, or the same error is raised again
             graph = self._call_bound("dropping a CUDA graph", "cuStreamEndCapture", stream)
             self._call_bound("dropping a CUDA graph", "cuGraphDestroy", graph)

@@ -52,8 +52,7 @@ def list_anonymous() -> list[Span]:
 
 
 def note_others(weights: int) -> list[Span] | None:
-    """:func:`list_anonymous` before so many bytes of weights are loaded; None if they are too few, or the kernel cannot
-    gather them."""
+    """:func:`list_anonymous` before weights are loaded; None if they are few, or the kernel cannot gather them."""
     return list_anonymous() if weights >= LEAST and PAGE_SIZE.exists() else None
 
 
@@ -95,8 +94,6 @@ def gather(before: Sequence[Span], stopped: threading.Event) -> None:
 
 
 class _Others:
-    """The other threads of this process."""
-
     def __init__(self) -> None:
         self._clock = self._used = 0.0
 

@@ -41,7 +41,6 @@ def available_memory() -> int:
 
 
 def cpu_flags() -> list[str]:
-    """All features of the processor that Linux reports."""
     return sorted((_value(CPUINFO, "flags") or _value(CPUINFO, "Features")).split())
 
 

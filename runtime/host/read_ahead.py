@@ -47,8 +47,7 @@ def read_ahead(path: Path) -> Iterator[None]:
 
 @contextmanager
 def read_once(file: mmap.mmap) -> Iterator[None]:
-    """Drop a mapped file's pages regularly while the block runs, which reads each about once: pages count as resident
-    until then. They stay in the page cache."""
+    """Drop a mapped file's pages regularly during the block, which reads each about once; they stay in the cache."""
 
     def drop(ended: threading.Event) -> None:
         while not ended.wait(PAUSE_S):

@@ -64,7 +64,6 @@ def on_leaving(owner: object, interrupt: Callable[[], object]) -> None:
 
 @atexit.register
 def _leave() -> None:
-    """Stop all threads and join them."""
     global _leaving
     _leaving = True
     for stop in [*_running.values()]:

@@ -24,8 +24,7 @@ _LONGEST = 2**31  # no sequence is longer, and its double fits int64
 
 
 class Breakers:
-    """Non-empty texts that end a repetition. ``spelling`` gives the bytes of a token. One object may serve all samples
-    of a request."""
+    """Non-empty texts that end a repetition; ``spelling`` gives a token's bytes. Samples may share one object."""
 
     def __init__(self, texts: Sequence[str] = (), spelling: Callable[[int], bytes] = lambda token: b"") -> None:
         self._texts = tuple({text.encode("utf-8", "surrogatepass"): None for text in texts})
@@ -35,7 +34,6 @@ class Breakers:
         self._containing: dict[int, bool] = {}
 
     def __contains__(self, token: int) -> bool:
-        """True if the token contains one of the texts."""
         if token not in self._containing:
             spelling = self._get_spelling(token)
             self._containing[token] = any(text in spelling for text in self._texts)

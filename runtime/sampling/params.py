@@ -355,8 +355,7 @@ _NEEDS: tuple[tuple[str, str, Callable[[SamplingParams], bool]], ...] = (
 
 
 def check_combination(params: SamplingParams) -> None:
-    """Refuse parameters, each in its range, that contradict one another or cannot be combined.
-    Raises UsageError: naming the parameters."""
+    """Raise UsageError for parameters, each in its range, that contradict one another or cannot be combined."""
     for mode, is_on, excluded in _MODES:
         clash = next((name for name in excluded if _is_set(params, name)), None) if is_on(params) else None
         if clash:
@@ -378,8 +377,7 @@ def check_combination(params: SamplingParams) -> None:
 
 
 def check_diffusion(params: SamplingParams, diffuses: bool) -> None:
-    """Refuse parameters of the other kind of model: diffusion models fill masks, others generate token by token.
-    Raises UsageError: naming the parameter."""
+    """Raise UsageError for a parameter of the other kind of model: one that fills masks, or one that does not."""
     wrong = [
         name
         for name in PARAMETERS

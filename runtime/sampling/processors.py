@@ -189,7 +189,8 @@ def _processors(context: SamplingContext) -> Processor | None:
             return logits
         frozen = tuple(tokens)  # not the engine's list
         for processor in context.processors:
-            where = f"the logits processor {_name(processor)} at position {len(tokens)}"
+            name = getattr(processor, "__qualname__", type(processor).__qualname__)
+            where = f"the logits processor {name} at position {len(tokens)}"
             lent = logits[:]  # a view: the processor may change its shape, type and flags
             try:
                 result = processor(frozen, lent)
@@ -317,7 +318,3 @@ def _check_result(where: str, result: object, logits: Logits) -> None:
         raise ProcessorError(
             f"{where} returned {returned}, expected at least one finite logit, and -inf to forbid tokens"
         )
-
-
-def _name(processor: Processor) -> str:
-    return getattr(processor, "__qualname__", type(processor).__qualname__)

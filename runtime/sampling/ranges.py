@@ -25,8 +25,7 @@ class Range:
     choices: tuple[str | bool, ...] = ()
 
     def check(self, name: str, value: object, path: Path | None = None) -> None:
-        """Raise UsageError if ``value`` is out of range, for the parameter ``name`` (a key of the file ``path``, if
-        given)."""
+        """Raise UsageError if ``value`` is out of range, for the parameter ``name`` (a key of the file ``path``)."""
         if not self.holds(value):
             raise UsageError(name, f"is {format_value(value)}, expected {self.expected}", path=path)
 
@@ -166,7 +165,6 @@ def words(most: int, longest: int) -> Range:
 
 
 def tokens(most: int) -> Range:
-    """Tuples of at most ``most`` token ids."""
     expected = f"a list of token ids, at most {most:,} of them"
     return Range("tokens", expected, lambda value: _is_tuple(value, _is_token, most), f"up to {most:,} token ids")
 

@@ -25,7 +25,6 @@ class Ranked:
     whole: Callable[[], Logits]  # copies the logits of all tokens [V] from the GPU
 
     def copy(self) -> Logits:
-        """The whole row, as a copy."""
         row: Logits = self.whole().copy()
         return row
 

@@ -76,7 +76,6 @@ class Candidates(NamedTuple):
         return kept if kept.rest is None else kept._replace(rest=kept.rest._replace(least=0.0))
 
     def scale(self, temperature: float) -> "Candidates":
-        """Divide by a temperature."""
         scaled, rest = scale(self.logits, temperature), self.rest
         return Candidates(self.tokens, scaled, rest and rest.scale(self.logits, scaled, temperature))
 

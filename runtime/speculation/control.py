@@ -24,6 +24,8 @@ MOST_AT_FIRST = 1.0
 reuse."""
 MARGIN = 1.05
 """Speculation must be expected to win by this factor: costs are noisy, and a row that joins a batch has a price."""
+LENIENCE = 0.9
+"""The same while a sequence has more than its stake: costs of calls that were never made are estimated too high."""
 PRIOR = 1.35, 1.5
 """Accepted and judged drafts assumed before the first: as many as text that copies has (0.6 to 0.97), so that each
 sequence tries; outvoted soon."""
@@ -156,7 +158,7 @@ class DraftLength:
         A length that was verified once, or not for long, counts as no dearer than the settled one before it, or what is
         assumed of unknown ones: the first call of a shape may have been slow, and would be believed for ever.
         """
-        best, gain, stake, settled = 0, MARGIN, 0.0, None
+        best, gain, stake, settled = 0, LENIENCE if self._own.left > STAKE else MARGIN, 0.0, None
         most = min(max(self._own.left, self._promise), self.shared.left)
         for length in LENGTHS:
             if length > had or self._streak >= REMEASURE:

@@ -152,7 +152,10 @@ class ChatTemplate:
 
         rendered = render(_Copies(disguise.hide if disguise else str))
         if disguise is not None:
-            rendered = disguise.controls.settle(rendered, lambda: render(_Copies(_hide_all, compiled.words)))
+            harmless = _Copies(
+                lambda text: _WORDS.sub(lambda word: chr(LAST_STAND) * len(word[0]), text), compiled.words
+            )
+            rendered = disguise.controls.settle(rendered, lambda: render(harmless))
         return rendered if mark is None else _until(rendered, mark)
 
 
@@ -221,7 +224,9 @@ def with_calls_as_mappings(messages: Sequence[Any]) -> list[Any]:
     for message in messages:
         if isinstance(message, Mapping) and isinstance(message.get("tool_calls"), list | tuple):
             calls = [_call(call) for call in message["tool_calls"]]
-            names |= {call.get("id"): call["function"].get("name") for call in calls if _is_call(call)}
+            for call in calls:
+                if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
+                    names |= {call["id"]: call["function"].get("name")} if isinstance(call.get("id"), str) else {}
             message = {**message, "tool_calls": calls}
         elif isinstance(message, Mapping) and message.get("role") == "tool" and not message.get("name"):
             name = names.get(str(message.get("tool_call_id")))
@@ -259,10 +264,6 @@ def _until(rendered: str, mark: str) -> str:
     if position < 0:
         raise RequestError("the model's chat template leaves out the last message, which the answer must continue")
     return rendered[:position] if rendered.startswith(f"{mark} ", position) else rendered[:position].rstrip()
-
-
-def _is_call(call: Any) -> bool:
-    return isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) and isinstance(call.get("id"), str)
 
 
 def _call(call: Any) -> Any:
@@ -308,7 +309,6 @@ class _Copies:
         return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
     def plain(self, value: Any, where: str, depth: int = 0) -> Any:
-        """A copy of any value."""
         self._size += VALUE_SIZE + (len(value) if isinstance(value, str) else 0)
         if self._size > LARGEST_INPUT:
             raise RequestError(_TOO_LARGE)
@@ -343,10 +343,6 @@ class _Copies:
 
 
 _WORDS = Finder(r"\S{1,256}", 256)
-
-
-def _hide_all(text: str) -> str:
-    return _WORDS.sub(lambda match: chr(LAST_STAND) * len(match[0]), text)
 
 
 def _line(message: object) -> str:

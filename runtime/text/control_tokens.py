@@ -123,9 +123,9 @@ class ControlTokens:
             )
         return self.mark(prompt)
 
-    def _texts(self, found: Iterable[str]) -> list[str]:
-        """The control tokens in ``found``, marked or spelled out."""
-        return [self.marked.get(text, text) for text in found if text in self.marked or text in self._names]
+    def _texts(self, texts: Iterable[str]) -> list[str]:
+        """The control tokens in ``texts``, marked or spelled out."""
+        return [self.marked.get(text, text) for text in texts if text in self.marked or text in self._names]
 
     def all_written(self, prompt: str, ids: Iterable[int]) -> bool:
         """True if the control tokens in ``ids`` are exactly the marked ones in ``prompt``."""
@@ -208,8 +208,7 @@ def _twin_of(
 def _beyond_gaps(
     model: tokenizers.models.Model, new: Iterable[tokenizers.AddedToken], token_id: int
 ) -> Iterator[tokenizers.AddedToken]:
-    """``new`` tokens, numbered from ``token_id``; an id that the vocabulary already uses (it has gaps) is filled with a
-    token that no text spells."""
+    """``new`` tokens, numbered from ``token_id``; ids that the vocabulary uses are filled with unspellable tokens."""
     for token in new:
         while model.id_to_token(token_id) is not None:
             yield tokenizers.AddedToken(secrets.token_hex(16), normalized=False)

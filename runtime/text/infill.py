@@ -58,6 +58,5 @@ def write_infill(infill: Infill, token_of: TokenOf, before: Sequence[int], after
 
 
 def find_ends(infill: Infill, token_of: TokenOf) -> list[int]:
-    """Tokens that end the text in the gap."""
     tokens = (token_of(mark) for mark in (*infill.marks, *infill.ends))
     return [token for token in tokens if token is not None]

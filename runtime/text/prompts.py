@@ -18,8 +18,7 @@ MOST_PROMPTS, LONGEST_PROMPT = 256, 10_000
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts by name, the name of the default (empty for none), and the default width that vectors are cut to (0 for
-    none)."""
+    """Prompts by name, the default's name (empty for none), and the default width of vectors (0 for all)."""
 
     named: Mapping[str, str]
     default: str = ""
@@ -27,8 +26,7 @@ class Prompts:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Prompts":
-        """Read sentence-transformers' file in a bundle; without the file there are no prompts.
-        Raises BundleError: the file is broken."""
+        """Read a bundle's sentence-transformers file; without it no prompts. Raises BundleError: it is broken."""
         path = folder / PROMPTS_FILE
         try:
             values = read_json(path)

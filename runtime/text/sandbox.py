@@ -32,7 +32,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         extensions = [_GenerationTag, jinja2.ext.loopcontrols]
         # Not optimized: constants of any size would be computed while the template is compiled.
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False)
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda pattern: datetime.now().strftime(pattern),
+        }
         self.filters["tojson"] = to_json
 
     def from_string(self, source: Any, *args: Any, **named: Any) -> jinja2.Template:
@@ -52,10 +55,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 def _raise_exception(message: Any) -> NoReturn:
     raise jinja2.TemplateError(str(message))
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
 
 
 def to_json(

@@ -178,13 +178,9 @@ def _without_name(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: value for key, value in message.items() if key != "name"}
 
 
-def _without_result(message: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    return None if _is(message, "tool") else message
-
-
 # Optional parts of a message: the name of each, and a function that removes it.
 _LESS: tuple[tuple[str, Callable[[Mapping[str, Any]], Mapping[str, Any] | None]], ...] = (
     ("tool_calls", _without_calls),  # or in the format that the client names
     ("a name", _without_name),
-    ("the result of a tool", _without_result),
+    ("the result of a tool", lambda message: None if _is(message, "tool") else message),
 )

@@ -192,8 +192,7 @@ class Tokenizer:
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ``ids``; bytes that are not UTF-8 become U+FFFD, ids without a token become nothing.
-        Raises UsageError: an id is negative or not an integer."""
+        """The text of ``ids``; invalid UTF-8 becomes U+FFFD, ids without a token nothing. UsageError: a bad id."""
         try:
             return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:

@@ -49,7 +49,7 @@ class Form:
         if self.name == "choice":
             return f"other: OTHER\nOTHER: {choice_terminal(self.text)}"
         if self.name == "regex":
-            return f"other: /(?:{_LINE_OR_SLASH.sub(_escape, self.text)})/"
+            return f"other: /(?:{_LINE_OR_SLASH.sub(lambda match: _ESCAPES.get(match[0], match[0]), self.text)})/"
         if is_gbnf(self.text):
             return to_lark(self.text).replace("start:", "other:", 1)
         names = _LARK_RULE.findall(self.text)
@@ -67,11 +67,8 @@ class Form:
         return re.sub(r"\bstart\b", "other", self.text)
 
 
+_ESCAPES = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 _LINE_OR_SLASH = re.compile(r"\\.|[/\n\r]", re.DOTALL)
-
-
-def _escape(match: re.Match[str]) -> str:
-    return {"/": r"\/", "\n": r"\n", "\r": r"\r"}.get(match[0], match[0])
 
 
 def read_form(given: Mapping[str, Any]) -> Form | None:

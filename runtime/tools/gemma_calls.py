@@ -96,7 +96,6 @@ class _Rules:
         self.rule = self._value(self._root, tool.name, 0)
 
     def _value(self, schema: Any, where: str, depth: int) -> str:
-        """The name of the rule for a schema's values."""
         if schema is False or depth > _MOST_DEEP:
             raise GrammarError(
                 "tools",
@@ -114,9 +113,8 @@ class _Rules:
         if "const" in rules or "enum" in rules:
             return self._choice(rules, where)
         _refuse_but(rules, _KNOWN, where)
-        kinds = rules.get(
-            "type", [kind for kind in _REFUSED if kind != "integer" and rules.keys() & _restricting(kind)]
-        )
+        restricted = (k for k in _REFUSED if k != "integer" and rules.keys() & (_REFUSED[k] | _KEPT.get(k, set())))
+        kinds = rules.get("type", [*restricted])
         bodies = [self._of_type(kind, rules, where, depth) for kind in ([kinds] if isinstance(kinds, str) else kinds)]
         return self._rule(" | ".join(bodies))
 
@@ -201,11 +199,6 @@ class _Rules:
             first = f"{item} {rest}{skipped}"
             more = f'"," {item} {rest}' + ("" if name in required else f" | {rest}")
         return f'"{{" {self._rule(first)}'
-
-
-def _restricting(kind: str) -> set[str]:
-    """Keywords that restrict values of one type only."""
-    return _REFUSED[kind] | _KEPT.get(kind, set())
 
 
 def _refuse_but(schema: Mapping[str, Any], known: Collection[str], where: str) -> None:

@@ -76,14 +76,11 @@ def without_annotations(schema: Any) -> Any:
             kept[key] = {name: without_annotations(item) for name, item in value.items()}
         elif key in _VALUES:
             kept[key] = value
-        elif value is not None and not _EXTENSION.match(key) and (key not in ANNOTATIONS or _tells_base(key, schema)):
+        elif value is None or _EXTENSION.match(key):
+            continue
+        elif key not in ANNOTATIONS or (key == "$id" and "$ref" in schema):  # the drafts differ about such an $id
             kept[key] = without_annotations(value)
     return kept
-
-
-def _tells_base(key: str, schema: Mapping[str, Any]) -> bool:
-    """True for an ``$id`` next to a ``$ref``, which the drafts read differently."""
-    return key == "$id" and "$ref" in schema
 
 
 def move(schema: Any, place: str) -> Any:

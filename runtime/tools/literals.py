@@ -9,6 +9,7 @@ from llmc.runtime.tools.source import BLANKS, Arguments, Reading, Source
 
 _DEEPEST = 64
 _LONGEST_KEY = 1024
+_JSON_ESCAPES = {"\\'": "'", '"': '\\"'}  # where JSON differs from Python
 _ESCAPE = re.compile(r"\\.|\"", re.DOTALL)
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 
@@ -90,15 +91,13 @@ def _stream_escaped(source: Source, quote: str) -> Reading[bool]:
     written = source.text[source.at : at]
     source.at = at + 1
     try:
-        value = json.loads(f'"{_ESCAPE.sub(_as_in_json, written)}"', strict=False)
+        value = json.loads(
+            f'"{_ESCAPE.sub(lambda escape: _JSON_ESCAPES.get(escape[0], escape[0]), written)}"', strict=False
+        )
     except ValueError:  # an escape of Python's that JSON lacks is kept as it is
         value = written
     yield Arguments(json.dumps(value, ensure_ascii=False))
     return True
-
-
-def _as_in_json(escape: re.Match[str]) -> str:
-    return {"\\'": "'", '"': '\\"'}.get(escape[0], escape[0])
 
 
 def _stream_word(source: Source) -> Reading[bool]:

@@ -179,8 +179,7 @@ class ChatParser:
         return False
 
     def _read_call(self, form: CallFormat, blanks: str, bare: bool = False) -> Reading[bool]:
-        """Read calls after ``blanks``; True also if the output was cut off where a call could have followed; that part
-        is dropped."""
+        """Read calls after ``blanks``; True, too, if the output was cut off (and is dropped) where one could follow."""
         source, start, waited = self._source, self._source.at, False
         reading = form.read(source, self._tools)
         if self._whole:
@@ -236,7 +235,6 @@ class ChatParser:
 
 
 def _is_whole(call: Sequence[Event]) -> bool:
-    """True if the arguments of a call are complete JSON."""
     try:
         json.loads("".join(event.text for event in call if isinstance(event, Arguments)), strict=False)
     except (ValueError, RecursionError):

@@ -103,14 +103,15 @@ class ThinkingGuide:
 
     @property
     def finished(self) -> bool:
-        """True if the answer is guided and complete."""
         return self._place == _ANSWER and self._answer is not None and self._answer.finished
 
     def mask(self, logits: Logits) -> Logits:
         """``logits`` unchanged, or a copy with -inf for forbidden tokens.
         Raises GrammarError: the guide of the answer allows no token."""
         if self._forced:
-            return _only(self._forced[:1], logits)
+            masked = np.full_like(logits, -np.inf)
+            masked[self._forced[0]] = 0
+            return masked
         if self._answer is None:
             return logits
         if self._place == _THINKING:
@@ -176,9 +177,3 @@ class ThinkingGuide:
         if self._answer is not None:
             for token in self._tokenizer.encode(rest.decode(errors="replace").lstrip(), False):
                 self._answer.accept(token)
-
-
-def _only(tokens: list[int], logits: Logits) -> Logits:
-    masked = np.full_like(logits, -np.inf)
-    masked[tokens] = 0
-    return masked

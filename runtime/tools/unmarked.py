@@ -73,7 +73,6 @@ def _read_answer(source: Source, tools: Collection[str], parallel: bool) -> Read
 
 
 def _read_block(source: Source, tools: Collection[str]) -> Reading[list[Call] | None]:
-    """The calls of a block, with or without a fence."""
     closing = yield from _read_fence(source)
     calls = None if closing is None else (yield from _read_calls(source, tools))
     if calls and closing:
@@ -155,8 +154,7 @@ def _read_member(source: Source, tools: Collection[str]) -> Reading[Call | None]
 
 
 def _object_text(text: str) -> str | None:
-    """An object, or a string that contains one, as JSON text: unchanged if that is strict JSON. None for any other
-    value."""
+    """An object, or a string that contains one, as JSON text, unchanged if strict; None for any other value."""
     try:
         value = _parse(text, strict=False)
         if isinstance(value, str):

@@ -21,8 +21,7 @@ class ImageRows:
     whole: bool = False  # True if an image's rows attend to later rows, so that all of them must be fed in one call
 
     def feeds(self, start: int, end: int) -> dict[str, NDArray[Any]]:
-        """Inputs of a one-row call for the positions ``start`` ... ``end - 1``: the image rows among them, and
-        coordinates if positions have several axes."""
+        """Inputs of a one-row call for the positions ``start`` ... ``end - 1``: image rows, and any coordinates."""
         feeds: dict[str, NDArray[Any]] = {} if self.places is None else {"positions": self.place(start, end)[:, None]}
         first, last = np.searchsorted(self.positions, [start, end])
         if first < last:

@@ -79,12 +79,9 @@ def write_markers(tiles: Tiles, vision: Vision) -> str:
     tile, columns = "\n".join(markers.tile), tiles.columns
     for number, image in enumerate(cells):
         row, column = divmod(number, columns)
-        before += _place(tile, row + 1, column + 1) + image + row_end * (column + 1 == columns)
+        before += tile.replace("{row}", str(row + 1)).replace("{column}", str(column + 1))
+        before += image + row_end * (column + 1 == columns)
     return before + "\n".join(markers.whole if cells else markers.single) + whole + after
-
-
-def _place(tile: str, row: int, column: int) -> str:
-    return tile.replace("{row}", str(row)).replace("{column}", str(column))
 
 
 def _find_size(width: int, height: int, longest: int) -> tuple[int, int]:

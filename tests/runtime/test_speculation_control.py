@@ -154,11 +154,7 @@ def of_short_requests(machine: Machine, acceptance: float, ledger: Ledger | None
 @pytest.mark.parametrize("machine", MACHINES)
 def test_many_short_requests_pay_for_their_trials_together(machine: Machine):
     assert of_short_requests(machine, 0.1, Ledger()) > 1 - MOST_LOST
-
-
-def test_requests_that_share_no_ledger_lose_more_than_two_percent():
-    """Planted. One machine's calls are too slow to be tried by any."""
-    assert sum(of_short_requests(machine, 0.1, None) < 1 - MOST_LOST for machine in MACHINES) == len(MACHINES) - 1
+    assert of_short_requests(machine, 0.1, None) < 1 - MOST_LOST  # planted: each for itself
 
 
 @pytest.mark.parametrize("machine", [INT4_ON_W8A8, INT8, DRAFT_MODEL])

@@ -94,6 +94,7 @@ def test_without_stakes_and_margin_more_is_lost(texts: dict[str, Any], clock: Cl
     """Planted."""
     monkeypatch.setattr(control, "STAKE", 1e9)
     monkeypatch.setattr(control, "MARGIN", 0.5)
+    monkeypatch.setattr(control, "LENIENCE", 0.5)
     machine = "0.5B, int4, verified by the graph of int8"
     assert min(speed(machine, text, clock) for name, text in texts.items() if name.startswith("free")) < LEAST
 

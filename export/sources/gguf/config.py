@@ -1,4 +1,4 @@
-"""Rebuilds from a GGUF file's metadata what all architectures share of ``config.json``."""
+"""Rebuild the parts of ``config.json`` that all architectures share from a GGUF file's metadata."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -19,16 +19,16 @@ _COMMON = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-# Layers that a period is spread over; more are refused by everyone.
+# Most layers for a period.
 MOST_LAYERS = 1 << 12
-# Keys that do not change what is computed; those of experts and of causality are refused at other values than these.
+# Keys that do not change the computation; keys of experts and of causality are refused at other values than these.
 _IRRELEVANT = ("rope.scaling.finetuned", "tensor_data_layout", "rope.scaling.yarn_ext_factor")
 _NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}
 
 
 class Metadata:
-    """An architecture's metadata, of which every key must be read or skipped, and the shapes of the file's tensors by
-    name. ``where`` names the file in messages, ``read`` gives the values of a tensor of few numbers."""
+    """An architecture's metadata, every key of which must be read or skipped, and the shapes of the file's tensors by
+    name. ``where`` names the file in errors, ``read`` returns the values of a small tensor."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Metadata:
         self._read: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value under ``ARCHITECTURE.key``. It may be a list with the same number for each layer that has one."""
+        """The value of ``ARCHITECTURE.key``; also of a list that has the same number for each layer with one."""
         self._read.add(key)
         value = self.values.get(f"{self.architecture}.{key}", default)
         if not isinstance(value, (np.ndarray, list)):
@@ -56,7 +56,7 @@ class Metadata:
         return kept[0].item() if isinstance(value, np.ndarray) else kept[0]
 
     def each(self, key: str) -> list[Any] | None:
-        """The values under a key for each layer, None if there are none; one number is a period, whose last differs."""
+        """A key's value for each layer, None if it is missing; one number n means that every n-th layer differs."""
         self._read.add(key)
         value, layers = self.values.get(f"{self.architecture}.{key}"), self.get("block_count")
         if value is None or isinstance(value, (np.ndarray, list)):
@@ -66,7 +66,7 @@ class Metadata:
         return [(i + 1) % value != 0 for i in range(layers)]
 
     def of_layers(self, key: str) -> list[Any]:
-        """The value under a key for each layer; one number is that of all."""
+        """A key's value for each layer; one number applies to all."""
         self._read.add(key)
         value, layers = self.values.get(f"{self.architecture}.{key}"), self.get("block_count")
         if type(layers) is not int or not 0 < layers <= MOST_LAYERS:
@@ -77,7 +77,6 @@ class Metadata:
         return values
 
     def has(self, tensor: str) -> bool:
-        """True if the first layer has this tensor."""
         return f"blk.0.{tensor}" in self.shapes
 
     def skip(self, *keys: str) -> None:
@@ -90,8 +89,8 @@ class Metadata:
                 continue
             if key not in _NEUTRAL:
                 raise CheckpointError(
-                    f"{self.where}: {format_name(name)}={value!r:.80} is not known to llmc, which does not guess "
-                    "whether it changes the result; export the checkpoint that the file was converted from"
+                    f"{self.where}: {format_name(name)}={value!r:.80} is not known to llmc and may change the result; "
+                    "export the checkpoint that the file was converted from"
                 )
             if isinstance(value, np.ndarray | list) or value != _NEUTRAL[key]:
                 raise self.error(key, repr(value), repr(_NEUTRAL[key]))
@@ -104,7 +103,7 @@ class Metadata:
 
 
 def read_common(data: Metadata, differing: Collection[str] = ()) -> dict[str, Any]:
-    """Read the keys of all architectures, except ``differing`` ones, which differ by layer."""
+    """Read the keys that all architectures have, except ``differing`` ones, which differ by layer."""
     keys = {key: name for key, name in _COMMON.items() if key not in differing}
     config = {name: value for key, name in keys.items() if (value := data.get(key)) is not None}
     config["vocab_size"] = data.shapes.get("token_embd.weight", (0,))[0]
@@ -132,8 +131,7 @@ def head_dim(config: Mapping[str, Any]) -> int:
 
 
 def read_rope(data: Metadata, config: Mapping[str, Any], *, partial: bool = False) -> dict[str, Any]:
-    """A rope: llama3's if the file has its factors, else as the metadata say. It turns whole heads, unless ``partial``
-    says that the file tells how much of them."""
+    """The rope: Llama 3's if the file has its factors, else by metadata; of whole heads unless ``partial``."""
     base = {"rope_theta": config.get("rope_theta", 10_000.0)}
     if partial:
         base["partial_rotary_factor"] = turned_values(data, config) / head_dim(config)
@@ -157,7 +155,7 @@ def read_rope(data: Metadata, config: Mapping[str, Any], *, partial: bool = Fals
 
 
 def turned_values(data: Metadata, config: Mapping[str, Any]) -> int:
-    """Values of each head that are rotated."""
+    """Number of values of each head that are rotated."""
     width = head_dim(config)
     turned = data.get("rope.dimension_count", width)
     if type(turned) is not int or not 0 < turned <= width:
@@ -170,7 +168,7 @@ _SAME_FACTOR = 1e-4
 
 
 def _llama3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Find the parameters of Llama 3.1's rope from its factors, one per pair of a head's values.
+    """Compute the parameters of Llama 3.1's rope from its factors, one per pair of a head's values.
 
     A factor is 1 for short wavelengths, F for long ones, and between them 1/f = (1 - s)/F + s where the smooth part
     s = (P/wavelength - low)/(high - low) is a line over 1/wavelength. The line gives all but one of P (positions that
@@ -198,7 +196,7 @@ def _llama3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     }
     if not np.allclose(llama3_factors(scaling, turns), factors, rtol=_SAME_FACTOR):
         raise CheckpointError(
-            f"{data.where}: {name} are no factors of Llama 3's rule of scaling, and llmc knows no other; export the "
+            f"{data.where}: {name} do not follow Llama 3's rule of scaling, the only one that llmc knows; export the "
             "checkpoint that the file was converted from"
         )
     return scaling

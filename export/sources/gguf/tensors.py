@@ -180,12 +180,14 @@ def _weave_experts(entries: Mapping[str, tuple[Path, Entry]]) -> dict[str, Weigh
         weave = partial(_weave, parts)
         if name.endswith("bias"):
             woven[stacked_name] = MadeTensor(
-                "F32", (entry.shape[0], len(parts) * entry.shape[1]), partial(weave, _bias)
+                "F32", (entry.shape[0], len(parts) * entry.shape[1]), partial(weave, lambda raw: raw.view(np.float32))
             )
             continue
         shape, inputs = (entry.shape[0], len(parts) * entry.shape[1]), entry.shape[2]
         codes = MadeTensor("U8", (*shape, inputs // 2), partial(weave, _fp4_codes))
-        scales = MadeTensor("U8", (*shape, inputs // MXFP4_BLOCK), partial(weave, _fp4_scales))
+        scales = MadeTensor(
+            "U8", (*shape, inputs // MXFP4_BLOCK), partial(weave, lambda raw: raw[:, :: LAYOUTS["MXFP4"].size])
+        )
         woven[stacked_name] = Mxfp4Tensor(codes, scales)
     return woven
 
@@ -202,14 +204,6 @@ def _fp4_codes(raw: Bytes) -> NDArray[np.uint8]:
     layout = LAYOUTS["MXFP4"]
     codes = layout.codes.index(raw.reshape(-1, layout.size))
     return pack_codes(codes.reshape(len(raw), -1).view(np.int8))
-
-
-def _fp4_scales(raw: Bytes) -> NDArray[np.uint8]:
-    return raw[:, :: LAYOUTS["MXFP4"].size]
-
-
-def _bias(raw: Bytes) -> NDArray[np.float32]:
-    return raw.view(np.float32)
 
 
 def parameter(name: str, family: str) -> str:

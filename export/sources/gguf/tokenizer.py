@@ -61,7 +61,6 @@ class Tokenizer:
 
 
 def read_tokenizer(where: str, metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer in ``metadata``."""
     return _Reader(where, metadata).tokenizer()
 
 

@@ -18,6 +18,7 @@ from llmc.bundle.model.encoder import Encoder
 from llmc.errors import BundleError, EngineClosedError, GpuError, LlmcError, RequestError, ResourceError, UsageError
 from llmc.publish import file_entries
 from llmc.runtime import load
+from llmc.runtime.loaded import LoadedBundle
 from llmc.runtime.loading import memory_need
 from llmc.runtime.server.http.errors import from_llmc
 from llmc.runtime.server.models import loading as module
@@ -253,7 +254,7 @@ class TestLoading:
         encoder = Encoder("embeddings", "last", 64, True, False)
         object.__setattr__(manifest, "geometry", replace(manifest.geometry, encoder=encoder))
         await use(pool, "a")
-        assert loader.loaded[0].options == {"threads": 3, "adapters": {}}
+        assert loader.loaded[0].options == {"kind": LoadedBundle, "threads": 3, "adapters": {}}
 
 
 class TestMemory:
