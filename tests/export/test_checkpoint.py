@@ -155,7 +155,7 @@ def test_a_corrupt_index_is_named(checkpoint, text):
 def test_an_index_that_leads_out_of_the_folder_is_refused(checkpoint, file):
     checkpoint.split()
     checkpoint.write_index({"model.norm.weight": file})
-    refuses(checkpoint, "model.norm.weight is said to be in", "a file name in the same folder")
+    refuses(checkpoint, "model.norm.weight is listed in", "a file name in the same folder")
 
 
 def test_an_index_that_disagrees_with_its_shards_is_refused(checkpoint):
