@@ -77,9 +77,7 @@ from llmc.bundle.manifest import write_manifest as write_manifest
 from llmc.bundle.memory import MemoryPlan as MemoryPlan
 from llmc.bundle.memory import Part as Part
 from llmc.bundle.model.geometry import Geometry as Geometry
-from llmc.bundle.reading import build_command as build_command
 from llmc.bundle.reading import explain_absent as explain_absent
-from llmc.bundle.reading import find_unbuilt_kind as find_unbuilt_kind
 from llmc.bundle.reading import publication as publication
 from llmc.bundle.reading import read_bundle as read_bundle
 from llmc.bundle.reading import read_export as read_export

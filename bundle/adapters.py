@@ -16,7 +16,7 @@ from llmc.strict import decode, read_json
 ADAPTER_MANIFEST = "adapter.json"
 FACTORS_FILE = "factors.npy"
 ADAPTER_SCHEMA = 1
-# What the names of a graph's inputs for factors begin with; behind it stand modules, of several with a + between.
+# Prefixes of a graph's inputs for factors; names of modules follow, joined by +.
 FACTOR_A, FACTOR_B = "adapters.a.", "adapters.b."
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 
@@ -43,8 +43,8 @@ def check_name(name: object) -> str:
 def list_adapters(bundle: Path) -> dict[str, Path]:
     """The folders of the adapters that were added to a bundle, by name; no links, which may lead anywhere."""
     place = bundle / ADAPTERS_FOLDER
-    found = sorted(os.scandir(place), key=lambda entry: entry.name) if place.is_dir() else []
-    return {it.name: place / it.name for it in found if NAME.fullmatch(it.name) and it.is_dir(follow_symlinks=False)}
+    entries = sorted(os.scandir(place), key=lambda entry: entry.name) if place.is_dir() else []
+    return {it.name: place / it.name for it in entries if NAME.fullmatch(it.name) and it.is_dir(follow_symlinks=False)}
 
 
 def read_adapter_manifest(folder: Path) -> AdapterManifest:
@@ -54,14 +54,14 @@ def read_adapter_manifest(folder: Path) -> AdapterManifest:
         refuse_to_leave(folder, name)
     try:
         manifest: AdapterManifest = decode(AdapterManifest, read_json(folder / ADAPTER_MANIFEST, MOST_MANIFEST))
-        found = sha256_file(folder / FACTORS_FILE)
+        digest = sha256_file(folder / FACTORS_FILE)
     except (OSError, ValueError, LlmcError) as error:
         raise BundleError(
             f"it is no adapter that llmc adapter add wrote, or damaged ({getattr(error, 'strerror', error)})",
             "add it to the bundle again",
             path=folder,
         ) from error
-    if manifest.schema_version != ADAPTER_SCHEMA or manifest.sha256 != found:
+    if manifest.schema_version != ADAPTER_SCHEMA or manifest.sha256 != digest:
         raise BundleError(f"{FACTORS_FILE} or the version of {ADAPTER_MANIFEST} changed", "add it again", path=folder)
     return manifest
 

@@ -98,9 +98,9 @@ def list_inputs(geometry: Geometry) -> dict[str, Tensor]:
     """Inputs of a model's exported graph by name, in their order."""
     numbers = {"axes": geometry.vision.axes if geometry.vision else 0, "width": geometry.row_width}
     asked = [it for it in INPUTS.values() if it.when(geometry)]
-    found = [(it.name, (it.type, tuple([numbers.get(axis, axis) for axis in it.shape]))) for it in asked]
+    inputs = [(it.name, (it.type, tuple([numbers.get(axis, axis) for axis in it.shape]))) for it in asked]
     pasts = [(name, _describe(cache)) for cache in geometry.caches for name in cache.inputs]
-    return dict([*found[: len(BROUGHT)], *pasts, *found[len(BROUGHT) :]])
+    return dict([*inputs[: len(BROUGHT)], *pasts, *inputs[len(BROUGHT) :]])
 
 
 def list_outputs(geometry: Geometry) -> dict[str, Tensor]:
@@ -108,9 +108,9 @@ def list_outputs(geometry: Geometry) -> dict[str, Tensor]:
     if (end := geometry.encoder) is not None:
         return {end.result: ("float32", ("batch", end.width) if end.result == "embeddings" else ("batch",))}
     caches = {name: _describe(cache) for cache in geometry.caches for name in cache.outputs}
-    found: dict[str, Tensor] = {"logits": ("float32", ("batch", "outputs", geometry.vocab_size)), **caches}
+    outputs: dict[str, Tensor] = {"logits": ("float32", ("batch", "outputs", geometry.vocab_size)), **caches}
     own = geometry.head and {HIDDEN: ("float32", ("batch", "outputs", geometry.head.own_width))}
-    return {**found, **(own or {})}
+    return {**outputs, **(own or {})}
 
 
 def _describe(cache: Cache) -> Tensor:

@@ -42,12 +42,12 @@ class EngineConfig:
     # `device` where the engine itself was run after building, `cpu` where only its graph was, on a CPU; `float32` where
     # that graph was run computing in float32, for CPUs have no bfloat16; `no` where nothing was
     verified: str
-    # that the builder was asked for; None leaves them to the library, and the workspace of an integrated GPU to what
-    # its attention needs
+    # requests to the builder; None leaves them to the library, except the workspace of an integrated GPU, which is then
+    # as large as its attention needs
     workspace: Annotated[int, range(1, 1 << 60)] | None = None
     optimization_level: Annotated[int, range(6)] | None = None
     log: str = ""  # file with every warning of the library's, in its words
-    # for the library's compiler, by the GPU and the library's version; see `llmc.optimize.tensorrt.flags`
+    # flags for the library's compiler, by GPU and version of the library; see `llmc.optimize.tensorrt.flags`
     flags: str = ""
     # `fused`: one kernel of the library's for each attention, in both profiles; `decomposed`: for some attention, in
     # some profile, it has no such kernel and may use several (it does not say for which); `basic`: the graph has basic

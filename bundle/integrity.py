@@ -25,32 +25,27 @@ def verify_files(folder: Path, manifest: Manifest) -> Iterator[str]:
     Raises BundleError: a file cannot be read, or its hash differs from the manifest."""
     for name, entry in manifest.files.items():
         try:
-            found = sha256_file(folder / name)
+            digest = sha256_file(folder / name)
         except (OSError, ValueError) as error:
             raise BundleError(
                 f"{name} cannot be read ({getattr(error, 'strerror', error)})", "build the bundle again", path=folder
             ) from error
-        if found != entry.sha256:
+        if digest != entry.sha256:
             raise _corrupt(folder, name)
         yield name
 
 
 def list_unlisted_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
     """Sorted names of files in the folder that neither the manifest lists nor adapters are in; 16 at most."""
-    found = (entry.name for entry in os.scandir(folder))
+    names = (entry.name for entry in os.scandir(folder))
     listed = {STAGE_FOLDER.format(number) for number in range(len(manifest.stage.before))}
     listed |= {ADAPTERS_FOLDER, *(name.partition("/")[0] for name in manifest.files)}
-    return tuple(heapq.nsmallest(16, (name for name in found if name not in listed and name != BUNDLE_MANIFEST)))
+    return tuple(heapq.nsmallest(16, (name for name in names if name not in listed and name != BUNDLE_MANIFEST)))
 
 
 def verify_samples(folder: Path, manifest: Manifest, chance: random.Random) -> Iterator[str]:
     """Hash 64 MiB of every file at random places (all of a smaller file), and yield its name.
-
-    A bundle without :data:`CHUNKS_FILE`, of an older llmc, has only its smaller files checked.
-
-    Raises:
-        BundleError: a file cannot be read, or a hash differs.
-    """
+    Raises BundleError: a file cannot be read, or a hash differs."""
     largest = SAMPLED_CHUNKS * CHUNK
     small = {name: entry for name, entry in manifest.files.items() if entry.size <= largest or name == CHUNKS_FILE}
     yield from verify_files(folder, replace(manifest, files=small))

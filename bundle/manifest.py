@@ -51,15 +51,14 @@ CHUNKS_FILE = "chunks.json"  # hashes of pieces of large files
 # mostly by more than this.
 LARGEST_TOLERANCE = 4.0
 MOST_MANIFEST = 32 << 20  # bytes; the manifest of 4,096 layers has 20 MB
-# Ranges of the manifests' numbers. A number that no build writes could cost endless time or all memory: a self-test of
-# 80,000 prompts never ends.
+# Ranges of the manifests' numbers: a number that no build writes could take endless time or all memory.
 Version = Annotated[int, range(1, 1 << 16)]
 Tokens = Annotated[int, range(1 << 40)]  # of a text
 Parity = Annotated[int, range(3)]
 TokenIds = Annotated[tuple[Annotated[int, range(1 << 24)], ...], range(2049)]
 MOST_SUPPRESSED = 1 << 18
 Logits = Annotated[tuple[float, ...], range(1025)]
-# That may be loaded at a time, and of how many columns their factors are.
+# Most adapters that may be loaded at a time, and most columns of their factors.
 MOST_ADAPTERS, MOST_RANK = 256, 512
 # Bytes of one value of the KV cache, by its type.
 CACHE_BYTES = {"float32": 4, "int8": 1, "float16": 2, "bfloat16": 2}

@@ -76,7 +76,7 @@ class MemoryPlan:
         """Bytes by what they are for, with room for ``positions`` cached tokens in each of ``rows`` rows."""
         uses = [part for part in self.uses if not part.beside]
         sizes = {name: [part.bytes(positions, rows) for part in uses if part.name == name] for name in NAMES}
-        return {name: sum(found) for name, found in sizes.items() if found}
+        return {name: sum(each) for name, each in sizes.items() if each}
 
     def total(self, positions: int, rows: int = 1) -> int:
         return sum(part.bytes(positions, rows) for part in self.uses if not part.beside)

@@ -71,10 +71,10 @@ def _read_bundle(folder: Path, engine_matters: bool) -> Manifest:
             )
     for name, entry in manifest.files.items():
         refuse_to_leave(folder, name)
-        found = _size(folder / name)
+        size = _size(folder / name)
         remade = name in manifest.engine_files()
-        if found != entry.size and (engine_matters or not remade):
-            state = "is missing" if found is None else f"has {found} bytes"
+        if size != entry.size and (engine_matters or not remade):
+            state = "is missing" if size is None else f"has {size} bytes"
             remedy = f"llmc build --rebuild {folder}" if remade else "copy or build the bundle again"
             raise BundleError(f"{name} {state}, {entry.size} expected", remedy, path=folder)
     return manifest
@@ -83,10 +83,10 @@ def _read_bundle(folder: Path, engine_matters: bool) -> Manifest:
 def publication(folder: Path) -> tuple[int, ...] | None:
     """Identity of what is published in ``folder``, another one for every build; None where there is no bundle."""
     try:
-        found = (folder / BUNDLE_MANIFEST).stat()
+        info = (folder / BUNDLE_MANIFEST).stat()
     except (OSError, ValueError):
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
 
 
 def read_undisturbed(folder: Path, work: Callable[[Path], T], undo: Callable[[T], object] = lambda result: None) -> T:
@@ -137,14 +137,14 @@ def identify_folder(folder: Path) -> tuple[int, ...] | None:
 
     A change in the same tick of the file system's clock would be missed, so this waits until a change is older."""
     try:
-        found = folder.stat()
-        if 0 <= time.time_ns() - found.st_ctime_ns < TICK_S * 1e9:
+        info = folder.stat()
+        if 0 <= time.time_ns() - info.st_ctime_ns < TICK_S * 1e9:
             time.sleep(TICK_S)
-            found = folder.stat()
+            info = folder.stat()
     except (OSError, ValueError):
         return None
     published = publication(folder)
-    return None if published is None else (*published, found.st_dev, found.st_ino, found.st_ctime_ns)
+    return None if published is None else (*published, info.st_dev, info.st_ino, info.st_ctime_ns)
 
 
 def find_unbuilt_kind(folder: Path) -> str | None:
@@ -164,15 +164,16 @@ def refuse_other(folder: Path) -> None:
     """Refuse a path that is no bundle, and say how to get one.
     Raises BundleError: nothing is there, or something that bundles are built of."""
     if not os.path.lexists(folder):
-        said = f"{folder}: there is no such folder, expected a bundle; build one with: {build_command('CHECKPOINT')}"
-        raise BundleError(explain_absent(folder) or said)
+        problem = f"{folder}: there is no such folder, expected a bundle; build one with: {build_command('CHECKPOINT')}"
+        raise BundleError(explain_absent(folder) or problem)
     if kind := _find_kind(folder):
         raise BundleError(f"{folder} is {kind}, expected a bundle; build one with: {build_command(folder)}")
     if folder.is_file():
         raise BundleError(f"{folder} is a file, expected a bundle; give the folder that llmc build wrote")
     if not os.path.lexists(folder / BUNDLE_MANIFEST):
-        said = f"{folder}: no {BUNDLE_MANIFEST} here, not written by llmc; make it with: {build_command('CHECKPOINT')}"
-        raise BundleError(said)
+        raise BundleError(
+            f"{folder}: no {BUNDLE_MANIFEST} here, not written by llmc; make it with: {build_command('CHECKPOINT')}"
+        )
 
 
 def explain_absent(path: Path) -> str | None:
@@ -290,8 +291,8 @@ def _read(folder: Path, name: str, kind: type[T], remedy: str) -> T:
         )
     contract = data.get("graph_contract", GRAPH_CONTRACT_VERSION)
     if type(contract) is int and contract != GRAPH_CONTRACT_VERSION:  # first: its manifest may have other fields, too
-        found = f"graph contract {contract}, not {GRAPH_CONTRACT_VERSION}"
-        raise BundleError(f"{name} follows {found}", f"make it again with: {remedy}", path=folder)
+        difference = f"graph contract {contract}, not {GRAPH_CONTRACT_VERSION}"
+        raise BundleError(f"{name} follows {difference}", f"make it again with: {remedy}", path=folder)
     try:
         manifest: T = decode(kind, data)
     except LlmcError as error:
@@ -300,7 +301,7 @@ def _read(folder: Path, name: str, kind: type[T], remedy: str) -> T:
 
 
 def _name_origin(data: dict[str, Any]) -> str:
-    """What an older manifest says of its source, recipe and target, as far as it says so in today's words."""
+    """Source, recipe and target that an older manifest names, as far as its keys are today's."""
     places = {"made of {}": ("source", "name"), "by the recipe {}": ("recipe", "name")}
     places |= {"in {}": ("recipe", "precision"), "for {}": ("target", "name")}
     words = []

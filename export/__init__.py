@@ -1,6 +1,6 @@
 """Checkpoint -> portable graph: a Hugging Face folder or GGUF in, ``decoder.onnx`` with weights by reference out.
 
-Of a model that sees ``vision.onnx`` comes with it.
+A model that sees images has a ``vision.onnx``, too.
 """
 
 import time
@@ -36,9 +36,9 @@ def export(
     files, or with ``copy`` the files themselves.
 
     ``adapters`` are PEFT folders, each with a factor, which are added to the weights in this order. ``text_only``
-    leaves the tower of a model that sees out. ``of`` is the checkpoint of a model: its draft head, in the folder
-    ``checkpoint`` or a part of the same one, is exported.
-    ``progress`` is told each step in a few words. An existing ``output`` is replaced only with ``force``.
+    leaves out the tower of a model that sees images. With ``of``, the checkpoint of a model, its draft head is
+    exported: ``checkpoint`` is the head's folder, or the same one. ``progress`` gets each step in a few words. An
+    existing ``output`` is replaced only with ``force``.
 
     Raises:
         CheckpointError: the checkpoint is broken, incomplete or not supported.

@@ -253,10 +253,10 @@ class Decoder(nn.Module):
     def list_frequencies(self, ends: Tensor, text_lengths: Tensor | None) -> list[Tensor]:
         """The frequencies (R/2) of each rope, or where it switches those of each row (B, 1, R/2)."""
         lengths = ends if text_lengths is None else text_lengths
-        found: list[Any] = [
+        frequencies: list[Any] = [
             rope(lengths) if isinstance(rope, SwitchingRope) else rope.inv_freq for rope in self.rotary_emb
         ]
-        return found
+        return frequencies
 
     def empty_caches(self, rows: int, capacity: int) -> list[Tensors]:
         """Zeros for the caches of each layer."""

@@ -1,10 +1,13 @@
 """Strict reading of ``config.json``: every key is read, known to be irrelevant, or refused by name."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from llmc.errors import CheckpointError, format_name
+from llmc.origin import find_own_file
+from llmc.strict import read_json
 
 # Keys that do not change what a decoder computes when it generates. Weights carry their own dtypes; defaults of
 # generation stand in generation_config.json; auto_map names code, which llmc never runs.
@@ -49,178 +52,109 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 _MISSING = object()
 # The range of every number that is read: what lies beyond cannot be meant, and would be computed with all the same.
 RANGES: dict[str, tuple[float, float]] = {
-    # Tables with an entry per layer are made, and every layer is traced; the deepest known decoder has 126.
-    "num_hidden_layers": (1, 1024),
-    # Far beyond any decoder; products of two of them fit into 31 bits, which engines count with.
-    "hidden_size": (1, 1 << 20),
-    "intermediate_size": (1, 1 << 24),
-    "shared_intermediate_size": (1, 1 << 24),
-    "num_attention_heads": (1, 4096),
-    "num_key_value_heads": (1, 4096),
-    "head_dim": (2, 4096),
-    "vocab_size": (1, 1 << 24),
-    # Angles are products with a position in float32, which holds whole numbers up to here.
-    "max_position_embeddings": (1, 1 << 24),
-    "original_max_position_embeddings": (1, 1 << 24),
-    # Compared with positions and layers, in 31 bits.
-    "sliding_window": (1, (1 << 31) - 1),
-    "sliding_window_pattern": (1, 1024),
-    "max_window_layers": (0, (1 << 31) - 1),
-    # Added to a mean of squares: 0 makes a row of zeros no number, as float32 does with much less than 1e-30, and with
-    # more than 1 it would outweigh the values.
-    "rms_norm_eps": (1e-30, 1),
-    "norm_epsilon": (1e-30, 1),
-    "layer_norm_eps": (1e-30, 1),
-    "layer_norm_epsilon": (1e-30, 1),
-    # The slowest frequency, 1 / (theta * factor), stays a normal float32; below 1 the later pairs would turn faster.
-    "rope_theta": (1, 1e30),
-    "rope_local_base_freq": (1, 1e30),
-    "partial_rotary_factor": (1e-3, 1),
-    "factor": (1e-3, 1e6),
-    "short_factor": (1e-3, 1e6),
-    "long_factor": (1e-3, 1e6),
-    # Powers of it multiply the base.
-    "alpha": (1, 1e6),
-    "low_freq_factor": (1e-3, 1e6),
-    "high_freq_factor": (1e-3, 1e6),
-    "beta_slow": (1e-3, 1e6),
-    "beta_fast": (1e-3, 1e6),
-    "attention_factor": (1e-3, 1e3),
-    "mscale": (0, 1e3),
-    "mscale_all_dim": (0, 1e3),
-    # Scale of queries; products are divided by its root.
-    "query_pre_attn_scalar": (1e-3, 1e6),
-    "attn_logit_softcapping": (1e-3, 1e6),
-    "final_logit_softcapping": (1e-3, 1e6),
-    # 0.1 is published; it multiplies a logarithm.
-    "llama_4_scaling_beta": (0, 1e3),
-    "no_rope_layer_interval": (1, 1024),
-    # Layers that predict further tokens.
-    "num_nextn_predict_layers": (0, 64),
-    "num_mtp_layers": (0, 64),
-    # Gemma 4.
-    "global_head_dim": (2, 4096),
-    "num_global_key_value_heads": (1, 4096),
-    "num_kv_shared_layers": (0, 1023),
-    "hidden_size_per_layer_input": (0, (1 << 16) - 1),
-    "vocab_size_per_layer_input": (1, 1 << 24),
-    "backbone_hidden_size": (1, 1 << 20),
-    "num_centroids": (1, 1 << 20),
-    "centroid_intermediate_top_k": (1, 1 << 20),
-    # Recurrent layers: heads, their widths, and taps of a convolution (3 and 4 in published models).
-    "linear_num_key_heads": (1, 4095),
-    "linear_num_value_heads": (1, 4095),
-    "linear_key_head_dim": (1, 4095),
-    "linear_value_head_dim": (1, 4095),
-    "linear_conv_kernel_dim": (2, 255),
-    "conv_L_cache": (2, 255),
-    "mamba_n_heads": (1, 4095),
-    "mamba_n_groups": (1, 4095),
-    "mamba_d_state": (1, 4095),
-    "mamba_d_conv": (2, 255),
-    "mamba_expand": (1, 64),
-    "mamba_d_ssm": (1, 1 << 20),
-    "mamba_d_head": (1, 4095),
-    "time_step_min": (0, 1e3),
-    "full_attention_interval": (1, 1024),
-    "block_multiple_of": (1, 1 << 20),
-    "block_ffn_dim_multiplier": (1e-3, 1e3),
-    # Mixtures: experts, counted as layers are, and the width of each.
-    "num_experts": (1, 4095),
-    "num_experts_per_tok": (1, 4095),
-    "moe_intermediate_size": (1, 1 << 19),
-    "moe_latent_size": (1, 1 << 20),
-    "shared_expert_intermediate_size": (1, 1 << 19),
-    "moe_shared_expert_intermediate_size": (1, 1 << 19),
-    "decoder_sparse_step": (1, 1024),
-    "num_dense_layers": (0, 1024),
-    "first_k_dense_replace": (0, 1024),
-    "n_shared_experts": (1, 64),
-    "n_group": (1, 4095),
-    "topk_group": (1, 4095),
-    # Keys and values from one vector per token.
-    "kv_lora_rank": (1, 1 << 16),
-    "q_lora_rank": (1, 1 << 16),
-    "qk_nope_head_dim": (1, 4094),
-    "v_head_dim": (1, 4096),
-    "routed_scaling_factor": (1e-6, 1e6),
-    # 7 and 1.702 are published.
-    "swiglu_limit": (1e-3, 1e6),
-    "swiglu_alpha": (1e-3, 1e3),
-    # Published ones lie between 0.007 and 16; squares of these are far from float32's ends.
-    "attention_multiplier": (1e-6, 1e6),
-    "embedding_multiplier": (1e-6, 1e6),
-    "residual_multiplier": (1e-6, 1e6),
-    "attention_in_multiplier": (1e-6, 1e6),
-    "attention_out_multiplier": (1e-6, 1e6),
-    "key_multiplier": (1e-6, 1e6),
-    "lm_head_multiplier": (1e-6, 1e6),
-    "mlp_multipliers": (1e-6, 1e6),
-    "ssm_in_multiplier": (1e-6, 1e6),
-    "ssm_multipliers": (1e-6, 1e6),
-    "ssm_out_multiplier": (1e-6, 1e6),
-    "logits_scaling": (1e-6, 1e6),
-    "logit_scale": (1e-6, 1e6),
-    # An encoder's end; a longest text beyond the model's positions is cut to them.
-    "max_seq_length": (1, 1 << 24),
-    "in_features": (1, 1 << 20),
-    "out_features": (1, 1 << 20),
-    "true_token_id": (0, 1 << 24),
-    "false_token_id": (0, 1 << 24),
-    # Vision towers, and how images are made ready for them: pixels, places in a prompt, numbers of pixels' values.
-    "image_size": (1, 4096),
-    "patch_size": (1, 4096),
-    "num_channels": (1, 4096),
-    "scale_factor": (1, 64),
-    "merge_size": (1, 64),
-    "spatial_merge_size": (1, 64),
-    "temporal_patch_size": (1, 16),
-    "in_channels": (1, 4096),
-    "window_size": (1, 1 << 16),
-    "depth": (1, 1024),
-    "num_heads": (1, 4096),
-    "out_hidden_size": (1, 1 << 20),
-    "num_position_embeddings": (1, 1 << 22),
-    "min_pixels": (1, (1 << 26) - 1),
-    "max_pixels": (1, (1 << 26) - 1),
-    "image_token_id": (0, (1 << 24) - 1),
-    "image_token_index": (0, (1 << 24) - 1),
-    "image_seq_len": (1, 1 << 24),
-    "image_seq_length": (1, 1 << 24),
-    "mm_tokens_per_image": (1, 1 << 24),
-    "downsample_factor": (1, 64),
-    "projector_hidden_size": (1, 1 << 19),
-    "encoder_patch_size": (1, 4096),
-    "tile_size": (1, 4096),
-    "min_tiles": (1, 256),
-    "max_tiles": (1, 256),
-    "min_image_tokens": (1, 1 << 16),
-    "max_image_tokens": (1, 1 << 16),
-    "max_pixels_tolerance": (1e-3, 1e3),
-    "height": (1, 4096),
-    "width": (1, 4096),
-    "longest_edge": (1, 4096),
-    "resample": (0, 5),
-    "rescale_factor": (1e-6, 1),
-    "image_mean": (-1e3, 1e3),
-    "image_std": (1e-6, 1e3),
-    # Quantized weights; which of them are read, their reader says. A group of -1 is a whole row.
-    "bits": (1, 64),
-    "num_bits": (1, 64),
-    "group_size": (-1, 1 << 20),
-    # Adapters.
-    "r": (1, 1 << 16),
-    "lora_alpha": (1e-6, 1e6),
-    # Defaults of generation, as sampling takes them; 0 of top_p would keep no token.
-    "temperature": (0, 1e6),
-    "top_k": (0, (1 << 31) - 1),
-    "top_p": (1e-9, 1),
-    "min_p": (0, 1),
-    "typical_p": (1e-9, 1),
-    "repetition_penalty": (0.01, 100),
-    "no_repeat_ngram_size": (0, (1 << 31) - 1),
-    "min_new_tokens": (0, (1 << 31) - 1),
+    name: (low, high)
+    for low, high, names in (
+        # Tables with an entry per layer are made, and every layer is traced; the deepest known decoder has 126.
+        (1, 1024, "num_hidden_layers depth no_rope_layer_interval sliding_window_pattern full_attention_interval"),
+        (1, 1024, "decoder_sparse_step"),
+        (0, 1024, "num_dense_layers first_k_dense_replace"),
+        (0, 1023, "num_kv_shared_layers"),
+        (0, 64, "num_nextn_predict_layers num_mtp_layers"),  # layers that predict further tokens
+        # Far beyond any decoder; products of two of them fit into 31 bits, which engines count with.
+        (1, 1 << 20, "hidden_size backbone_hidden_size out_hidden_size moe_latent_size mamba_d_ssm"),
+        (1, 1 << 20, "block_multiple_of num_centroids centroid_intermediate_top_k in_features out_features"),
+        (1, 1 << 24, "intermediate_size shared_intermediate_size vocab_size vocab_size_per_layer_input"),
+        (0, (1 << 16) - 1, "hidden_size_per_layer_input"),
+        (1, 4096, "num_attention_heads num_key_value_heads num_global_key_value_heads num_heads v_head_dim"),
+        (2, 4096, "head_dim global_head_dim"),
+        (1, 4094, "qk_nope_head_dim"),
+        (1, 1 << 16, "kv_lora_rank q_lora_rank"),
+        # Angles are products with a position in float32, which holds whole numbers up to here.
+        (1, 1 << 24, "max_position_embeddings original_max_position_embeddings max_seq_length"),
+        # Compared with positions and layers, in 31 bits.
+        (1, (1 << 31) - 1, "sliding_window"),
+        (0, (1 << 31) - 1, "max_window_layers"),
+        # Added to a mean of squares: 0 makes a row of zeros no number, as float32 does with much less than 1e-30, and
+        # with more than 1 it would outweigh the values.
+        (1e-30, 1, "rms_norm_eps norm_epsilon layer_norm_eps layer_norm_epsilon"),
+        # The slowest frequency, 1 / (theta * factor), stays a normal float32; below 1 later pairs would turn faster.
+        (1, 1e30, "rope_theta rope_local_base_freq"),
+        (1e-3, 1, "partial_rotary_factor"),
+        (1e-3, 1e6, "factor short_factor long_factor low_freq_factor high_freq_factor beta_slow beta_fast"),
+        (1, 1e6, "alpha"),  # powers of it multiply the base
+        (1e-3, 1e3, "attention_factor"),
+        # 0.1 of llama_4_scaling_beta is published; it multiplies a logarithm.
+        (0, 1e3, "mscale mscale_all_dim llama_4_scaling_beta"),
+        # Scale of queries: products are divided by its root.
+        (1e-3, 1e6, "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping"),
+        # Recurrent layers: heads, their widths, and taps of a convolution (3 and 4 in published models).
+        (1, 4095, "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"),
+        (1, 4095, "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head"),
+        (2, 255, "linear_conv_kernel_dim conv_L_cache mamba_d_conv"),
+        (1, 64, "mamba_expand"),
+        (0, 1e3, "time_step_min"),
+        (1e-3, 1e3, "block_ffn_dim_multiplier"),
+        # Mixtures: experts, counted as layers are, and the width of each.
+        (1, 4095, "num_experts num_experts_per_tok n_group topk_group"),
+        (1, 64, "n_shared_experts"),
+        (1, 1 << 19, "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size"),
+        (1e-3, 1e6, "swiglu_limit"),  # 7 is published
+        (1e-3, 1e3, "swiglu_alpha"),  # 1.702 is published
+        # Published multipliers lie between 0.007 and 16; squares of these are far from float32's ends.
+        (1e-6, 1e6, "attention_multiplier embedding_multiplier residual_multiplier attention_in_multiplier"),
+        (1e-6, 1e6, "attention_out_multiplier key_multiplier lm_head_multiplier mlp_multipliers ssm_in_multiplier"),
+        (1e-6, 1e6, "ssm_multipliers ssm_out_multiplier logits_scaling logit_scale routed_scaling_factor"),
+        # Token ids.
+        (0, 1 << 24, "true_token_id false_token_id"),
+        (0, (1 << 24) - 1, "image_token_id image_token_index"),
+        # Vision towers, and how images are made ready for them: pixels, places in a prompt, numbers of pixels' values.
+        (1, 4096, "image_size patch_size encoder_patch_size tile_size height width longest_edge"),
+        (1, 64, "scale_factor spatial_merge_size downsample_factor"),
+        (1, 16, "temporal_patch_size"),
+        (1, 1 << 16, "window_size min_image_tokens max_image_tokens"),
+        (1, 1 << 22, "num_position_embeddings"),
+        (1, (1 << 26) - 1, "min_pixels max_pixels"),
+        (1, 1 << 24, "image_seq_len image_seq_length mm_tokens_per_image"),
+        (1, 1 << 19, "projector_hidden_size"),
+        (1, 256, "min_tiles max_tiles"),
+        (1e-3, 1e3, "max_pixels_tolerance"),
+        (0, 5, "resample"),
+        (1e-6, 1, "rescale_factor"),
+        (-1e3, 1e3, "image_mean"),
+        (1e-6, 1e3, "image_std"),
+        # Quantized weights; which of them are read, their reader says. A group of -1 is a whole row.
+        (1, 64, "bits num_bits"),
+        (-1, 1 << 20, "group_size"),
+        # Adapters.
+        (1, 1 << 16, "r"),
+        (1e-6, 1e6, "lora_alpha"),
+        # Defaults of generation, as sampling takes them; 0 of top_p would keep no token.
+        (0, 1e6, "temperature"),
+        (0, (1 << 31) - 1, "top_k no_repeat_ngram_size min_new_tokens"),
+        (1e-9, 1, "top_p typical_p"),
+        (0, 1, "min_p"),
+        (0.01, 100, "repetition_penalty"),
+    )
+    for name in names.split()
 }
+
+
+def read_value(folder: Path, name: str) -> Any:
+    """The content of a JSON file of a checkpoint, None without the file. Raises CheckpointError: it cannot be read."""
+    file = find_own_file(folder, name)
+    try:
+        return None if file is None else read_json(file)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / name} cannot be read as JSON ({error}); download it again") from error
+
+
+def read_object(folder: Path, name: str) -> dict[str, Any] | None:
+    """As :func:`read_value`, of a file that holds an object."""
+    value = read_value(folder, name)
+    if value is not None and not isinstance(value, dict):
+        kind = type(value).__name__
+        raise CheckpointError(f"{folder / name} holds a JSON {kind}, expected an object; download it again")
+    return value
 
 
 class Keys:
@@ -277,6 +211,12 @@ class Keys:
         if value not in options:
             raise self.error(name, value, f"one of {', '.join(options)}")
         return str(value)
+
+    def fixed(self, name: str, value: object, reason: str = "") -> None:
+        """Refuse all values but one, which also stands for null and for a missing key; ``reason`` ends the error."""
+        stated = self._get(name, value)
+        if stated != value or isinstance(stated, bool) != isinstance(value, bool):
+            raise self.error(name, stated, f"{json.dumps(value)}{reason}")
 
     def sliding_window(self) -> int:
         """The window, or 0 for null. The key must be there."""
@@ -354,9 +294,9 @@ class Keys:
 
     def error(self, name: str, value: object, expected: str) -> CheckpointError:
         name = self._own_names.get(name, name)
-        found = "is missing" if value is _MISSING else f"={value!r:.80} is unsupported"
+        problem = "is missing" if value is _MISSING else f"={value!r:.80} is unsupported"
         space = " " if value is _MISSING else ""
-        return CheckpointError(f"{self.where}: {name}{space}{found}; expected {expected}")
+        return CheckpointError(f"{self.where}: {name}{space}{problem}; expected {expected}")
 
     def _get(self, name: str, default: Any) -> Any:
         self._read.add(name)

@@ -69,7 +69,7 @@ _PRODUCT = """
     heads_out = Attention <scale: float = @scale, softcap: float = @softcap> (q_heads, present_k, present_v, mask)
 """
 
-# What queries at positions (B, S) see of a cache; the end of both operators that read one.
+# The part of a cache that queries at positions (B, S) see; the end of both operators that read one.
 _SEEN = (
     """
     slots = Range (zero, capacity_scalar, one)

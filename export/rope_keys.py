@@ -42,7 +42,7 @@ def read_ropes(keys: Keys, rules: RopeRules, head_dim: int, max_positions: int) 
     if inner is None or styles == ["rope_scaling"]:
         return reader.read(inner, "rope_theta", rules.theta), reader.read(None, *rules.local)
     kinds = {"full_attention": ("rope_theta", rules.theta), "sliding_attention": rules.local}
-    found = tuple(
+    ropes = tuple(
         reader.read(None if inner.raw(kind) is None else inner.inside(kind), *base) for kind, base in kinds.items()
     )
     if flat := [name for name in keys.raw("rope_parameters") if name not in kinds]:
@@ -51,7 +51,7 @@ def read_ropes(keys: Keys, rules: RopeRules, head_dim: int, max_positions: int) 
         )
         inner.skip(*flat)
     inner.finish()
-    return found
+    return ropes
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,8 @@ class StreamedDecoder:
         geometry, (batch, length, _) = self.geometry, x.shape
         start = torch.zeros(batch, dtype=torch.int64, device=self.device)
         x, carried = x.tensor_split([geometry.hidden_size], -1)
-        held, own = geometry.caches_of(layer.index), self._own_input(layer.index, carried)
+        held, width = geometry.caches_of(layer.index), self.config.per_layer
+        own = carried[..., layer.index * width :][..., :width] if width else None
         shapes = [cache.shape_of(batch, length) for cache in held for _ in cache.outputs]
         past, places = tuple(torch.zeros(shape, device=self.device) for shape in shapes), start
         for source in geometry.source_of(layer.index):
@@ -79,12 +80,8 @@ class StreamedDecoder:
     def _make_ropes(self, length: int) -> list[Tensor]:
         """The frequencies of every rope in texts of this length."""
         long = [bool(rope.long_factors) and length > rope.original_max_positions for rope in self.config.ropes]
-        found = map(lambda rope, long: inverse_frequencies(rope, long=long), self.config.ropes, long)
-        return [torch.tensor(frequencies, device=self.device) for frequencies in found]
-
-    def _own_input(self, index: int, carried: Tensor) -> Tensor | None:
-        width = self.config.per_layer
-        return carried[..., index * width : (index + 1) * width] if width else None
+        by_rope = map(lambda rope, long: inverse_frequencies(rope, long=long), self.config.ropes, long)
+        return [torch.tensor(frequencies, device=self.device) for frequencies in by_rope]
 
     def _embed_per_layer(self, tokens: Tensor, inverse: Tensor, embedded: Tensor) -> Tensor:
         """Each layer's own input side by side (B, S, layers * P), of tokens and where they stand."""

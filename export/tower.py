@@ -49,18 +49,18 @@ def _sample_inputs(config: TowerConfig | PatchTowerConfig) -> _Samples:
     square = config.merged**2
     patches, count = ("patches", square * dim("rows")), square * _ROWS
     integers = torch.zeros(count, 2, dtype=torch.int64)
-    found: _Samples = {"pixel_values": (torch.zeros(count, config.linears[0].inputs), {0: patches})}
+    samples: _Samples = {"pixel_values": (torch.zeros(count, config.linears[0].inputs), {0: patches})}
     if isinstance(config, PatchTowerConfig):
-        found["positions"] = integers, {0: patches}
+        samples["positions"] = integers, {0: patches}
     if isinstance(config, TowerConfig) or config.places:
         free = {0: ("corners", dim("corners")), 1: patches}
-        found["corners"] = integers.new_zeros(_CORNERS, count), free
-        found["corner_weights"] = torch.zeros(_CORNERS, count), free
+        samples["corners"] = integers.new_zeros(_CORNERS, count), free
+        samples["corner_weights"] = torch.zeros(_CORNERS, count), free
     if isinstance(config, PatchTowerConfig) and config.window:
         slots = integers.new_zeros(_WINDOWS, square * config.window**2)
-        found["windows"] = slots, {0: ("windows", dim("windows"))}
-        found["window_places"] = integers.new_zeros(count), {0: patches}
-    return found
+        samples["windows"] = slots, {0: ("windows", dim("windows"))}
+        samples["window_places"] = integers.new_zeros(count), {0: patches}
+    return samples
 
 
 def _name_dimensions(graph: ir.Graph, samples: _Samples) -> None:

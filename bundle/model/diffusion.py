@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-# Masks in a block of a diffusion model; each has logits.
+# Most masks in a block of a diffusion model; each has logits.
 MOST_MASKS = 128
 
 

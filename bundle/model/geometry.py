@@ -96,10 +96,10 @@ class Geometry:
     @property
     def readers(self) -> list[tuple[Linear, ...]]:
         """Groups of linears that read the same tensor, in the order of computation."""
-        found: dict[str, tuple[Linear, ...]] = {}
+        groups: dict[str, tuple[Linear, ...]] = {}
         for linear in self.linears:
-            found[linear.reads] = (*found.get(linear.reads, ()), linear)
-        return list(found.values())
+            groups[linear.reads] = (*groups.get(linear.reads, ()), linear)
+        return list(groups.values())
 
     @cached_property
     def writers(self) -> frozenset[str]:

@@ -8,5 +8,5 @@ POSITIONS = "model.embed_positions"
 # Table of an input for every layer, and the linear that adds to it.
 PER_LAYER, PER_LAYER_PROJECTION = "model.embed_tokens_per_layer", "model.per_layer_model_projection"
 
-# What recipes call :attr:`Geometry.sensitive`.
+# Recipes' name of :attr:`Geometry.sensitive`.
 SENSITIVE = "sensitive"

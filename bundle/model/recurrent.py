@@ -54,5 +54,5 @@ class Recurrent:
 
     def is_sound(self, caches: Mapping[str, Cache] | None) -> bool:
         """True if its caches have the shapes of its states."""
-        found = caches or {}
-        return tuple(found[name].shape for name in self.caches if name in found) == self.state_shapes
+        known = caches or {}
+        return tuple(known[name].shape for name in self.caches if name in known) == self.state_shapes

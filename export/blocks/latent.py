@@ -14,7 +14,7 @@ from llmc.export.parts.attention import AttentionConfig
 from llmc.export.parts.norm import NormConfig
 from llmc.export.parts.site import Site
 
-# Of the norms of latent vectors, whatever the other norms have. Source: transformers, deepseek_v2.
+# Epsilon of the norms of latent vectors; other norms may have another one. Source: transformers, deepseek_v2.
 EPS = 1e-6
 
 

@@ -18,7 +18,7 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Call:
-    """What all layers read in a call."""
+    """Inputs of a call that all layers read."""
 
     lengths: Tensor  # (B) of the cache; without one of the rows; (B, S) positions if another layer's cache is read
     ropes: Sequence[Tensor]  # frequencies (R/2) of each of the decoder's ropes
@@ -39,7 +39,7 @@ class PartModule(nn.Module):
                 self.register_parameter(name, nn.Parameter(torch.empty(shape), requires_grad=False))
 
     def __getattr__(self, name: str) -> Any:
-        """What the part lists under a name."""
+        """A linear, norm or tensor that the part lists."""
         return super().__getattr__(name)
 
     def normalize(self, name: str, x: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ _VISION = (
     *("scale_factor", "vision_feature_layer", "downsample_factor"),
     *("projector_bias", "projector_hidden_size", "projector_use_layernorm"),
 )
-# What the text part is called in these.
+# Names of their text part.
 TEXT_PARTS = (
     ("language_model.model", "model"),
     ("model.language_model", "model"),  # as transformers saves it from 4.52 on

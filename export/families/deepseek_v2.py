@@ -63,10 +63,8 @@ def _read_experts(keys: Keys, inner: int) -> ExpertsConfig:
     """Weights are never normalised; ``group_limited_greedy`` chooses from the groups that have the best experts."""
     keys.choice("scoring_func", ("softmax",), "softmax")
     limited = keys.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy") != "greedy"
-    if keys.flag("norm_topk_prob"):
-        raise keys.error("norm_topk_prob", True, "false")
-    if keys.raw("moe_layer_freq") not in (None, 1):
-        raise keys.error("moe_layer_freq", keys.raw("moe_layer_freq"), "1")
+    keys.fixed("norm_topk_prob", False)
+    keys.fixed("moe_layer_freq", 1)
     experts = read_experts(keys, inner, normalized=False, count=64)
     experts = replace(experts, scale=keys.number("routed_scaling_factor", 1.0))
     if limited:

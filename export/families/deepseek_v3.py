@@ -25,8 +25,7 @@ def read(keys: Keys) -> DecoderConfig:
 def _read_experts(keys: Keys, inner: int) -> ExpertsConfig:
     keys.choice("scoring_func", ("sigmoid",), "sigmoid")
     keys.choice("topk_method", ("noaux_tc",), "noaux_tc")
-    if keys.raw("moe_layer_freq") not in (None, 1):
-        raise keys.error("moe_layer_freq", keys.raw("moe_layer_freq"), "1")
+    keys.fixed("moe_layer_freq", 1)
     experts = read_experts(keys, inner, normalized=keys.flag("norm_topk_prob", True), count=256)
     experts = replace(experts, score="sigmoid", corrected=True, scale=keys.number("routed_scaling_factor", 2.5))
     return read_groups(keys, experts, best=2)

@@ -15,8 +15,7 @@ def read(keys: Keys) -> DecoderConfig:
     """Linears add no bias, so that multipliers of what they read are multipliers of what they make."""
     keys.skip("layer_types", "layers_block_type", "num_logits_to_keep", "mlp_expansion_factor")
     for name, wanted in (("projectors_bias", False), ("mlp_bias", False), ("mamba_use_mlp", True)):
-        if keys.flag(name, wanted) != wanted:
-            raise keys.error(name, not wanted, str(wanted).lower())
+        keys.fixed(name, wanted)
     read = keys.number("attention_in_multiplier", 1.0)  # by queries, keys and values
     config = read_decoder(
         keys,
@@ -53,7 +52,7 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 def _read_list(keys: Keys, name: str, count: int) -> tuple[float, ...]:
-    found = keys.numbers(name) if keys.raw(name) is not None else (1.0,) * count
-    if len(found) != count:
-        raise keys.error(name, list(found), f"{count} numbers")
-    return found
+    values = keys.numbers(name) if keys.raw(name) is not None else (1.0,) * count
+    if len(values) != count:
+        raise keys.error(name, list(values), f"{count} numbers")
+    return values

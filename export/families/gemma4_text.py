@@ -10,10 +10,10 @@ from llmc.export.parts.attention import AttentionConfig
 from llmc.export.parts.norm import SANDWICH
 from llmc.export.reading import windows_by_pattern
 
-# Of the layers that see all positions: in published configs, and for each layer as transformers saves them.
+# Keys of the layers that see all positions: in published configs, and for each layer as transformers saves them.
 OWN = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
 
-# Of layers with experts beside the MLP: both read the residual stream, and the router through a norm of its own.
+# Norms of layers with experts beside the MLP: both read the residual stream, and the router through a norm of its own.
 BESIDE = replace(
     SANDWICH,
     before_experts="pre_feedforward_layernorm_2",
@@ -91,11 +91,11 @@ def _read_own(keys: Keys, full: list[int]) -> tuple[int, int | None]:
     stated = keys.raw("per_layer_config")
     if stated is None:
         return keys.integer("global_head_dim", 512), keys.optional_integer("num_global_key_value_heads")
-    found = list(stated.values()) if isinstance(stated, dict) else []
-    alike = all(isinstance(it, dict) and it == found[0] and set(it) <= set(OWN.values()) for it in found)
-    if not found or not alike or [name.lstrip("0") or "0" for name in stated] != [*map(str, full)]:
+    sizes = list(stated.values()) if isinstance(stated, dict) else []
+    alike = all(isinstance(it, dict) and it == sizes[0] and set(it) <= set(OWN.values()) for it in sizes)
+    if not sizes or not alike or [name.lstrip("0") or "0" for name in stated] != [*map(str, full)]:
         raise keys.error("per_layer_config", stated, f"the same sizes for each of the layers {full}, and for no other")
-    own = Keys({name: found[0].get(inner) for name, inner in OWN.items()}, f"{keys.where}: per_layer_config")
+    own = Keys({name: sizes[0].get(inner) for name, inner in OWN.items()}, f"{keys.where}: per_layer_config")
     return own.integer("global_head_dim", 512), own.optional_integer("num_global_key_value_heads")
 
 

@@ -22,8 +22,7 @@ def read(keys: Keys) -> DecoderConfig:
     """``use_cla`` would share keys and values between layers."""
     keys.skip(*UNUSED)
     for name, value in (("use_cla", False), ("use_qk_norm", True), ("mlp_bias", False)):
-        if keys.flag(name, value) != value:
-            raise keys.error(name, not value, str(value).lower())
+        keys.fixed(name, value)
     config = read_decoder(
         keys,
         default_kv_heads=keys.integer("num_attention_heads"),

@@ -44,8 +44,7 @@ def read_mamba(keys: Keys, inner: int, default_groups: int = 1, default_state: i
         raise keys.error("mamba_d_head", stated, f"{inner} values in all of mamba_n_heads={heads} heads")
     if heads % groups:
         raise keys.error("mamba_n_groups", groups, f"a divisor of mamba_n_heads={heads}")
-    if keys.flag("mamba_proj_bias"):
-        raise keys.error("mamba_proj_bias", True, "false")
+    keys.fixed("mamba_proj_bias", False)
     if (limit := keys.raw("time_step_limit")) not in ENDLESS:
         raise keys.error("time_step_limit", limit, "steps without a limit")
     state = keys.integer("mamba_d_state", default_state)

@@ -10,7 +10,7 @@ from llmc.export.parts.recurrent import RecurrentConfig
 from llmc.export.reading import read_decoder
 
 KEYS = {"norm_eps": "rms_norm_eps", "block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
-# What nothing of the decoder depends on: how it was initialised, and other names of sizes.
+# Keys that the decoder does not depend on: its initialisation, and other names of sizes.
 UNREAD = (
     *("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_swiglu"),
     *("block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads", "theta", "use_pos_enc"),

@@ -10,7 +10,7 @@ from llmc.export.vision.reading import DEFAULTS, name_projector, read_siglip
 from llmc.export.vision.shapes import TowerConfig
 
 RENAMED = name_projector({"layer_norm": "connector_norm", "linear_1": "connector_hidden", "linear_2": "connector"})
-# What published configs repeat of the processor's.
+# Keys of the processor that published configs repeat.
 PROCESSORS = (
     *("do_image_splitting", "encoder_patch_size", "max_image_tokens", "max_num_patches", "max_pixels_tolerance"),
     *("max_tiles", "min_image_tokens", "min_tiles", "tile_size", "use_image_special_tokens", "use_thumbnail"),

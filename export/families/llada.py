@@ -23,7 +23,7 @@ OFF = ("alibi", "attention_layer_norm", "bias_for_layer_norm", "include_bias", "
 PLAIN = dict[str, object](dict.fromkeys((*OFF, "multi_query_attention", "scale_logits"), False))
 PLAIN |= dict.fromkeys(("layer_norm_with_affine", "rope", "rope_full_precision"), True)
 PLAIN |= {"block_group_size": 1, "block_type": "llama", "layer_norm_type": "rms"}
-# Of training, and of parts that the keys above turn off.
+# Keys of training, and of parts that the keys above turn off.
 SKIPPED = (
     *("alibi_bias_max", "attention_layer_norm_with_affine", "embedding_dropout", "flash_attention"),
     *("init_cutoff_factor", "init_device", "init_fn", "init_std", "mlp_ratio", "precision", "residual_dropout"),
@@ -44,8 +44,7 @@ def read(keys: Keys) -> DecoderConfig:
     keys.rename(KEYS)
     keys.skip(*SKIPPED)
     for name, plain in PLAIN.items():
-        if keys.raw(name) not in (None, plain):
-            raise keys.error(name, keys.raw(name), repr(plain))
+        keys.fixed(name, plain)
     config = read_decoder(keys, default_kv_heads=keys.integer("num_attention_heads"))
     return see_both_ways(keys, replace(config, renamed=renamed), shift=0)
 

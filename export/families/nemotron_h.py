@@ -23,7 +23,7 @@ KEYS = {
     "attention_head_dim": "head_dim",
     "layers_block_type": "layer_types",
 }
-# Of training, of kernels, and of layers that predict further tokens.
+# Keys of training, of kernels, and of layers that predict further tokens.
 UNREAD = (
     *("chunk_size", "expand", "mamba_ssm_cache_dtype", "num_logits_to_keep", "rescale_prenorm_residual"),
     *("residual_in_fp32", "rms_norm_eps", "time_step_floor", "time_step_max", "time_step_rank", "use_mamba_kernels"),
@@ -89,10 +89,10 @@ def _read_kinds(keys: Keys) -> list[str]:
     types, pattern = keys.raw("layer_types"), keys.raw("hybrid_override_pattern")
     if not isinstance(types, list | None):
         raise keys.error("layer_types", types, "a list of the kinds of layers")
-    found = [NEW_NAMES.get(str(it), str(it)) for it in types] if isinstance(types, list) else []
-    letters = [KINDS.get(letter, letter) for letter in pattern] if isinstance(pattern, str) else list(found)
-    name, stated = ("layer_types", types) if found else ("hybrid_override_pattern", pattern)
-    if found and found != letters:
+    named = [NEW_NAMES.get(str(it), str(it)) for it in types] if isinstance(types, list) else []
+    letters = [KINDS.get(letter, letter) for letter in pattern] if isinstance(pattern, str) else list(named)
+    name, stated = ("layer_types", types) if named else ("hybrid_override_pattern", pattern)
+    if named and named != letters:
         raise keys.error(name, types, f"the layers of hybrid_override_pattern={pattern!r}")
     for kind in letters or ["nothing"]:
         if kind not in KINDS.values():

@@ -19,10 +19,8 @@ def read(keys: Keys) -> DecoderConfig:
     """No published checkpoint has ``qk_layernorm``. Dropouts are for training; ``partial_rotary_factor`` came after
     ``rotary_dim``, which transformers does not read."""
     keys.skip("embd_pdrop", "resid_pdrop", "rotary_dim")
-    if keys.flag("qk_layernorm"):
-        raise keys.error("qk_layernorm", True, "false")
-    if keys.flag("tie_word_embeddings"):
-        raise keys.error("tie_word_embeddings", True, "false, since the head adds a bias")
+    keys.fixed("qk_layernorm", False)
+    keys.fixed("tie_word_embeddings", False, ", since the head adds a bias")
     config = read_decoder(
         keys,
         default_kv_heads=keys.integer("num_attention_heads"),

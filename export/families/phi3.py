@@ -19,9 +19,8 @@ def read(keys: Keys) -> DecoderConfig:
     keys.skip("embd_pdrop", "resid_pdrop", "original_max_position_embeddings")
     keys.skip("full_attn_mod", "interpolate_factor")
     for name in ("attention_bias", "lm_head_bias", "mlp_bias"):
-        if keys.flag(name):
-            raise keys.error(name, True, "false, for transformers has no biases in a phi3 decoder")
-    window = 0 if keys.raw("sliding_window") is None else keys.integer("sliding_window")
+        keys.fixed(name, False, ", for transformers has no biases in a phi3 decoder")
+    window = keys.optional_integer("sliding_window") or 0
     config = read_decoder(
         keys,
         windows=(window,) * keys.integer("num_hidden_layers"),

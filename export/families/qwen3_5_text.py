@@ -21,8 +21,7 @@ def read(keys: Keys, inner: int | None = None) -> DecoderConfig:
 
     MLPs are ``inner`` wide, by default as the config says.
     """
-    if not keys.flag("attn_output_gate", True):
-        raise keys.error("attn_output_gate", False, "true")
+    keys.fixed("attn_output_gate", True)
     keys.choice("hidden_act", ("silu",), "silu")  # of the convolutions too
     keys.skip("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "mlp_only_layers")
     key_heads, value_heads = keys.integer("linear_num_key_heads", 16), keys.integer("linear_num_value_heads", 32)

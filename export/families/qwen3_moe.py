@@ -11,8 +11,7 @@ from llmc.export.keys import Keys
 def read(keys: Keys) -> DecoderConfig:
     """Weights of experts are normalized only if ``norm_topk_prob`` says so."""
     keys.rename({"num_local_experts": "num_experts"})
-    if keys.flag("use_sliding_window"):  # transformers has it in all layers, whatever max_window_layers says
-        raise keys.error("use_sliding_window", True, "false")
+    keys.fixed("use_sliding_window", False)  # transformers has it in all layers, whatever max_window_layers says
     experts = read_experts(
         keys, keys.integer("moe_intermediate_size", 768), normalized=keys.flag("norm_topk_prob"), count=128
     )

@@ -19,7 +19,7 @@ def read(keys: Keys) -> DecoderConfig:
     keys.choice("norm_type", ("layer_norm",), "layer_norm")
     keys.choice("mlp_type", ("default",), "default")
     bias = keys.flag("use_bias", True)
-    window = 0 if keys.raw("sliding_window") is None else keys.integer("sliding_window")
+    window = keys.optional_integer("sliding_window") or 0
     config = read_decoder(
         keys,
         windows=(window,) * keys.integer("num_hidden_layers"),

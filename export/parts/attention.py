@@ -49,29 +49,29 @@ class AttentionConfig(Attention, Part):
     def list_linears(self, site: Site) -> list[Linear]:
         queries, keys = self.widths
         if self.query_latent:
-            found = [
+            linears = [
                 site.read("q_a_proj", self.query_latent),
                 site.expand("q_proj", queries, self.query_latent, "q_a_norm"),
             ]
         else:
             rows = ((2 if self.gated else 1) * queries, keys, keys)
-            found = [site.read(f"{part}_proj", n, self.qkv_bias) for part, n in zip(self.parts, rows, strict=False)]
+            linears = [site.read(f"{part}_proj", n, self.qkv_bias) for part, n in zip(self.parts, rows, strict=False)]
         if self.latent:
             rotated, queries = self._count_rotated(site), self.heads * self.value_dim
             expanded = queries + self.heads * (self.head_dim - rotated)
-            found.append(site.read("kv_a_proj", self.latent + rotated))
-            found.append(site.expand("kv_b_proj", expanded, self.latent, "kv_a_norm"))
+            linears.append(site.read("kv_a_proj", self.latent + rotated))
+            linears.append(site.expand("kv_b_proj", expanded, self.latent, "kv_a_norm"))
         producer = f"{site.path}.v_proj" if self.parts == "qkv" and not self.value_norm else ""
-        return [*found, site.write("o_proj", queries, self.o_bias, producer)]
+        return [*linears, site.write("o_proj", queries, self.o_bias, producer)]
 
     def list_norms(self, hidden: int) -> list[tuple[str, int]]:
         widths = {"none": (), "whole": self.widths}.get(self.qk_norm, (self.head_dim,) * 2)
-        found = [(f"{part}_norm", width) for part, width in zip("qk", widths, strict=False)]
+        norms = [(f"{part}_norm", width) for part, width in zip("qk", widths, strict=False)]
         if self.source is not None:
-            return found[:1]
-        found += [("v_norm", self.head_dim)] if self.value_norm else []
+            return norms[:1]
+        norms += [("v_norm", self.head_dim)] if self.value_norm else []
         latents = ("q_a_norm", self.query_latent), ("kv_a_norm", self.latent)
-        return found + [(name, width) for name, width in latents if width]
+        return norms + [(name, width) for name, width in latents if width]
 
     def _count_rotated(self, site: Site) -> int:
         return 0 if self.rope is None else site.ropes[self.rope].dim

@@ -21,14 +21,13 @@ from numpy.typing import NDArray
 from llmc.bundle import ADAPTER_FILE, MergedAdapter, sha256_file
 from llmc.errors import CheckpointError, UsageError, printable
 from llmc.export.config import DecoderConfig
-from llmc.export.keys import Keys
+from llmc.export.keys import Keys, read_object
 from llmc.export.sources.codes import Weight
 from llmc.export.sources.gguf import SUFFIX, read_factors, read_header
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.parameters import PIECE, Tensors, read_pieces, rename_tensors
 from llmc.export.sources.safetensors import FLOATS, Shard, StoredTensor, read_shard
 from llmc.origin import find_own_file
-from llmc.strict import read_json
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -161,19 +160,13 @@ def read_peft(folder: Path, scale: float, base: Path) -> Adapter:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    file = find_own_file(folder, ADAPTER_FILE) if folder.is_dir() else None
-    if file is None:
+    values = read_object(folder, ADAPTER_FILE) if folder.is_dir() else None
+    if values is None:
         missing = f"no {ADAPTER_FILE}" if folder.is_dir() else "no such folder"
         raise CheckpointError(
             f"{folder}: {missing}; expected an adapter's folder, as PEFT writes it; write a scale only as a number "
             "after a colon"
         )
-    try:
-        values = read_json(file)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON ({error}); download it again") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file} holds a JSON {type(values).__name__}, expected an object; download it again")
     return values
 
 

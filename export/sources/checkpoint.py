@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llmc import bundle, strict
+from llmc import bundle
 from llmc.bundle.model import names as modules
 from llmc.bundle.model.experts import Experts
 from llmc.bundle.model.linear import Codes
@@ -16,7 +16,7 @@ from llmc.bundle.model.vision import Vision
 from llmc.errors import CheckpointError, printable
 from llmc.export.config import DecoderConfig
 from llmc.export.families import drop_vision, read_config
-from llmc.export.keys import Keys
+from llmc.export.keys import Keys, read_object
 from llmc.export.sources.adapters import Adapter, merge_adapters, read_adapter
 from llmc.export.sources.codes import GgmlTensor, Mxfp4Tensor, QuantizedTensor, Weight, flatten_tensors
 from llmc.export.sources.generation import read_generation
@@ -144,21 +144,21 @@ def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: b
     adapters = [read_adapter(adapter, scale, folder, values) for adapter, scale in named]
     texts, cut = _read_tokenizer(folder, config.vocab_size)
     path = folder / GENERATION_FILE
-    defaults = read_json(path) if find_own_file(folder, path.name) else {}
+    defaults = read_object(folder, path.name) or {}
     generation, left_out = _read_generation(defaults, path, config)
     shards = tuple(read_shards(folder))
     stored = unpack_weights(
         folder, {name: item for shard in shards for name, item in shard.tensors.items()}, quantization
     )
-    tensors_in_files = _merge(folder, config, prefix_names(stored) if ending else stored, adapters)
+    merged = _merge(folder, config, prefix_names(stored) if ending else stored, adapters)
     if ending is not None:
-        config, tensors_in_files = replace_head(folder, config, ending, tensors_in_files)
+        config, merged = replace_head(folder, config, ending, merged)
     elif config.diffusion is None and not all(item.causal for item in config.geometry.attentions):
         raise CheckpointError(
             f"{folder}: this model also attends to later tokens, so it generates no text, and without modules.json its "
             "kind of embedding is unknown; download all files of the checkpoint"
         )
-    tensors = match_tensors(folder, config, tensors_in_files)
+    tensors = match_tensors(folder, config, merged)
     if any(isinstance(tensor, MadeTensor) for tensor in stored.values()):
         keys.note("weights in float8 are dequantized to float32, since no kernel multiplies with their blocks")
     files = tuple(shard.path for shard in shards)
@@ -170,7 +170,7 @@ def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: b
 def _read_vision(folder: Path, config: DecoderConfig) -> Vision | None:
     if config.tower is None:
         return None
-    files = [read_json(folder / name) if find_own_file(folder, name) else {} for name in (PROCESSOR_FILE, IMAGES_FILE)]
+    files = [read_object(folder, name) or {} for name in (PROCESSOR_FILE, IMAGES_FILE)]
     vision = read_vision(folder, config.tower, *files)
     path, image_token = folder / bundle.TOKENIZER_FILE, (vision.token_id, vision.markers.image)
     if vision.token_id >= config.vocab_size:
@@ -209,16 +209,10 @@ def _refuse_adapter(folder: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """An object in a JSON file of a checkpoint or an export, see :func:`llmc.origin.find_own_file`."""
-    file = find_own_file(path.parent, path.name)
-    if file is None:
+    values = read_object(path.parent, path.name)
+    if values is None:
         raise CheckpointError(f"{path.parent}: no {path.name}; expected a Hugging Face checkpoint folder or GGUF file")
-    try:
-        data = strict.read_json(file)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error}); download it again") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(data).__name__}, expected an object; download it again")
-    return data
+    return values
 
 
 def _read_tokenizer(folder: Path, vocab_size: int) -> tuple[dict[str, str], list[str]]:
@@ -233,41 +227,37 @@ def _read_tokenizer(folder: Path, vocab_size: int) -> tuple[dict[str, str], list
     return cut_tokenizer(str(folder), {name: read_json(folder / name) for name in names}, vocab_size)
 
 
-def match_tensors(folder: Path, config: DecoderConfig, found: Tensors) -> Tensors:
+def match_tensors(folder: Path, config: DecoderConfig, stored: Tensors) -> Tensors:
     expected = config.parameter_shapes
     for name, shape in expected.items():
-        if name not in found:
-            raise CheckpointError(_explain_missing(folder, name, config))
-        if found[name].shape != shape:
-            raise CheckpointError(f"{folder}: {explain_shape(name, found[name].shape, shape)}")
-        if isinstance(found[name], StoredTensor | MadeTensor) and found[name].dtype not in FLOATS:
+        if name not in stored:
+            hint = "the head is not tied (tie_word_embeddings=false); " if name == HEAD else ""
             raise CheckpointError(
-                f"{folder}: {name} has dtype {found[name].dtype}, but {CONFIG_FILE} does not say how it is quantized; "
+                f"{folder}: tensor {name} is missing; {hint}expected the {len(expected)} tensors of a "
+                f"{config.model_type} decoder with {len(config.layers)} layers; check {CONFIG_FILE} or download the "
+                "checkpoint again"
+            )
+        if stored[name].shape != shape:
+            raise CheckpointError(f"{folder}: {explain_shape(name, stored[name].shape, shape)}")
+        if isinstance(stored[name], StoredTensor | MadeTensor) and stored[name].dtype not in FLOATS:
+            raise CheckpointError(
+                f"{folder}: {name} has dtype {stored[name].dtype}, but {CONFIG_FILE} does not say how it is quantized; "
                 "get its quantization_config, or the checkpoint that it was made from"
             )
-        if isinstance(found[name], Mxfp4Tensor) and f"{name.removesuffix('weight')}bias" not in expected:
+        if isinstance(stored[name], Mxfp4Tensor) and f"{name.removesuffix('weight')}bias" not in expected:
             raise CheckpointError(
                 f"{folder}: {name} is in MXFP4, which llmc only reads for experts with biases (gpt_oss); export the "
                 "checkpoint that it was made from"
             )
-    for name in sorted(found.keys() - expected.keys()):
+    for name in sorted(stored.keys() - expected.keys()):
         if name == HEAD:
-            _check_tied_head(folder, found)
+            _check_tied_head(folder, stored)
         elif not name.endswith(_COMPUTED):
             raise CheckpointError(
-                f"{folder}: tensor {name} {list(found[name].shape)} is unused by a {config.model_type} decoder with "
+                f"{folder}: tensor {name} {list(stored[name].shape)} is unused by a {config.model_type} decoder with "
                 f"this {CONFIG_FILE}; leaving a weight out changes the result, so correct the config or remove it"
             )
-    return {name: found[name] for name in expected}
-
-
-def _explain_missing(folder: Path, name: str, config: DecoderConfig) -> str:
-    hint = "the head is not tied (tie_word_embeddings=false); " if name == HEAD else ""
-    return (
-        f"{folder}: tensor {name} is missing; {hint}expected the {len(config.parameter_shapes)} tensors of a "
-        f"{config.model_type} decoder with {len(config.layers)} layers; check {CONFIG_FILE} or download the checkpoint "
-        "again"
-    )
+    return {name: stored[name] for name in expected}
 
 
 def _check_tied_head(folder: Path, tensors: Tensors) -> None:

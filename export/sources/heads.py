@@ -7,7 +7,6 @@ Layouts: https://github.com/SafeAILab/EAGLE (``eagle/model/cnets.py``; arXiv 250
 """
 
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from llmc.export.sources.checkpoint import (
     read_json,
 )
 from llmc.export.sources.made import MadeTensor, array_type
-from llmc.export.sources.parameters import Tensors, decoder_tensors, read_pieces, rename_tensors
+from llmc.export.sources.parameters import Tensors, copy_tensor, decoder_tensors, rename_tensors
 from llmc.export.sources.safetensors import StoredTensor, read_shards
 from llmc.origin import find_own_file
 
@@ -159,7 +158,7 @@ def _copy(model: Checkpoint, name: str) -> MadeTensor:
     tensor = model.tensors[name]
     if not isinstance(tensor, StoredTensor | MadeTensor):
         raise CheckpointError(f"{model.folder}: {name} is quantized; give the checkpoint that it was made from")
-    return MadeTensor(tensor.dtype, tensor.shape, partial(read_pieces, model.folder, tensor))
+    return copy_tensor(model.folder, tensor)
 
 
 def _read_clusters(folder: Path, ordering: Any, vocab: int, count: int) -> tuple[int, ...]:
@@ -190,8 +189,8 @@ def _read_eagle(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors) ->
         )
     borders, normed = _read_borders(keys, len(model.config.layers)), keys.flag("norm_before_residual")
     input_norm = keys.flag("norm_before_fc")
-    for name in filter(keys.flag, ("fc_norm", "norm_output")):
-        raise keys.error(name, True, "false: for norms around the first linear and the result llmc has norm_before_fc")
+    for name in ("fc_norm", "norm_output"):
+        keys.fixed(name, False, ": for norms around the first linear and the result llmc has norm_before_fc")
     keys.skip(*EAGLE_KEYS)
     if SPECULATORS in keys:
         keys.skip(*SPECULATORS_KEYS)
@@ -233,8 +232,7 @@ def _read_borders(keys: Keys, layers: int) -> tuple[int, ...]:
         borders = keys.layer_numbers(BORDERS, borders) or borders
     elif keys.raw("eagle_config") is not None:
         inner = keys.inside("eagle_config")
-        if not inner.flag("use_aux_hidden_state", True):
-            raise inner.error("use_aux_hidden_state", False, "true")
+        inner.fixed("use_aux_hidden_state", True)
         borders = tuple(layer + 1 for layer in inner.layer_numbers(BORDERS, ())) or borders
         inner.finish()
     if not 0 < min(borders) <= max(borders) <= layers:

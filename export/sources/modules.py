@@ -5,23 +5,20 @@ https://sbert.net/docs/sentence_transformer/usage/custom_models.html
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from llmc import strict
 from llmc.bundle import CONFIG_FILE
 from llmc.bundle.model.encoder import DENSE, SCORE, Pooling
 from llmc.errors import CheckpointError
 from llmc.export.config import DecoderConfig
-from llmc.export.keys import Keys
+from llmc.export.keys import Keys, read_object, read_value
 from llmc.export.parts.encoder import DenseConfig, EncoderConfig
-from llmc.export.parts.rope import Rope
 from llmc.export.sources.codes import Weight
-from llmc.export.sources.made import MadeTensor, array_type
+from llmc.export.sources.made import MadeTensor
+from llmc.export.sources.parameters import copy_tensor
 from llmc.export.sources.safetensors import FLOATS, SINGLE_FILE, StoredTensor, read_shard
 from llmc.origin import find_own_file
 
@@ -108,13 +105,13 @@ def replace_head(
     for number, name in enumerate(ending.dense_folders):
         tensors |= {f"{DENSE}.{number}.{part}": tensor for part, tensor in _dense_tensors(folder, name).items()}
     longest = min(config.max_positions, ending.longest or config.max_positions)
-    ropes = tuple(replace(rope, factors=_factors(rope, longest), long_factors=()) for rope in config.ropes)
+    ropes = tuple(  # longrope's factors for the longest text serve all texts
+        replace(rope, factors=rope.long_factors, long_factors=())
+        if rope.long_factors and longest > rope.original_max_positions
+        else replace(rope, long_factors=())
+        for rope in config.ropes
+    )
     return replace(config, encoder=end, tied_head=False, max_positions=longest, ropes=ropes), tensors
-
-
-def _factors(rope: Rope, longest: int) -> tuple[float, ...]:
-    """Longrope's factors for the longest text, which an encoder uses for all texts."""
-    return rope.long_factors if rope.long_factors and longest > rope.original_max_positions else rope.factors
 
 
 def _measure(folder: Path, config: DecoderConfig, end: EncoderConfig) -> EncoderConfig:
@@ -146,22 +143,15 @@ def _dense_tensors(folder: Path, name: str) -> dict[str, MadeTensor]:
     path = find_own_file(folder, f"{name}/{SINGLE_FILE}")
     if path is None:
         raise CheckpointError(f"{folder}: no {name}/{SINGLE_FILE}, the weights of a Dense layer; download it again")
-    tensors = {part.removeprefix("linear."): tensor for part, tensor in read_shard(path).tensors.items()}
-    if wrong := [tensor.dtype for tensor in tensors.values() if tensor.dtype not in FLOATS]:
+    parts = {part.removeprefix("linear."): tensor for part, tensor in read_shard(path).tensors.items()}
+    if wrong := [tensor.dtype for tensor in parts.values() if tensor.dtype not in FLOATS]:
         raise CheckpointError(f"{path}: it holds {wrong[0]}, expected one of {', '.join(FLOATS)}; download it again")
-    return {part: _make_copy(path, tensor) for part, tensor in tensors.items()}
-
-
-def _make_copy(path: Path, tensor: StoredTensor) -> MadeTensor:
-    def pieces() -> Iterator[Any]:
-        yield np.memmap(path, array_type(tensor.dtype), "r", tensor.offset, tensor.shape)
-
-    return MadeTensor(tensor.dtype, tensor.shape, pieces)
+    return {part: copy_tensor(path.parent, tensor) for part, tensor in parts.items()}
 
 
 def _read_modules(folder: Path) -> dict[str, list[str]] | None:
     """The modules' folders by kind, in order; None without ``modules.json``."""
-    listed = _read(folder, MODULES_FILE)
+    listed = read_value(folder, MODULES_FILE)
     if listed is None:
         return None
     where = folder / MODULES_FILE
@@ -188,14 +178,13 @@ def _read_modules(folder: Path) -> dict[str, list[str]] | None:
 
 def _texts(folder: Path) -> tuple[int, bool]:
     """The longest text in tokens (0 if unknown), and True if texts go through the chat template."""
-    values = _read(folder, TEXT_FILE)
+    values = read_object(folder, TEXT_FILE)
     if values is None:
         return 0, False
-    keys = _keys(folder / TEXT_FILE, values)
+    keys = Keys(values, str(folder / TEXT_FILE))
     keys.skip("module_output_name", "unpad_inputs")
     keys.choice("transformer_task", ("feature-extraction", "sequence-classification", "text-generation"), TASK)
-    if keys.flag("do_lower_case"):
-        raise keys.error("do_lower_case", True, "false, since tokenizer.json decides about case")
+    keys.fixed("do_lower_case", False, ", since tokenizer.json decides about case")
     longest = keys.optional_integer("max_seq_length") or 0
     modality = keys.raw("modality_config") or {}
     message = modality.get("message") if isinstance(modality, dict) else None
@@ -211,19 +200,15 @@ def _read_encoder(folder: Path, modules: Mapping[str, list[str]]) -> EncoderConf
     pooling = modules["Pooling"][0]
     return EncoderConfig(
         result="embeddings",
-        pooling=_read_pooling(folder / pooling / CONFIG_FILE, _read_required(folder, pooling)),
+        pooling=_read_pooling(_read_keys(folder, pooling)),
         normalized="Normalize" in modules,
-        dense=tuple(
-            _dense(folder / name / CONFIG_FILE, _read_required(folder, name)) for name in modules.get("Dense", ())
-        ),
+        dense=tuple(_dense(_read_keys(folder, name)) for name in modules.get("Dense", ())),
     )
 
 
-def _read_pooling(where: Path, values: Any) -> Pooling:
-    keys = _keys(where, values)
+def _read_pooling(keys: Keys) -> Pooling:
     keys.skip("word_embedding_dimension", "embedding_dimension", "pooling_mode_weightedmean_tokens", *OTHER_FLAGS)
-    if not keys.flag("include_prompt", True):
-        raise keys.error("include_prompt", False, "true")
+    keys.fixed("include_prompt", True)
     flags = [name for name in (*FLAGS, *OTHER_FLAGS, "pooling_mode_weightedmean_tokens") if keys.raw(name) is True]
     mode = keys.raw("pooling_mode") or (FLAGS.get(flags[0]) if len(flags) == 1 else flags)
     keys.finish()
@@ -232,13 +217,11 @@ def _read_pooling(where: Path, values: Any) -> Pooling:
     return POOLINGS[mode]
 
 
-def _dense(where: Path, values: Any) -> DenseConfig:
-    keys = _keys(where, values)
+def _dense(keys: Keys) -> DenseConfig:
     activation = keys.choice("activation_function", (IDENTITY, TANH), TANH)
     for name in ("module_input_name", "module_output_name"):
         keys.choice(name, ("sentence_embedding",), "sentence_embedding")
-    if keys.flag("use_residual"):
-        raise keys.error("use_residual", True, "false")
+    keys.fixed("use_residual", False)
     outputs, inputs = keys.integer("out_features"), keys.integer("in_features")
     bias = keys.flag("bias", True)
     keys.finish()
@@ -246,7 +229,7 @@ def _dense(where: Path, values: Any) -> DenseConfig:
 
 
 def _logit_score(folder: Path, name: str, sigmoid: bool, template: bool) -> EncoderConfig:
-    keys = _keys(folder / name / CONFIG_FILE, _read_required(folder, name))
+    keys = _read_keys(folder, name)
     keys.choice("module_input_name", ("causal_logits",), "causal_logits")
     rows = [keys.integer("true_token_id")]
     false_token = keys.optional_integer("false_token_id")
@@ -259,7 +242,7 @@ def _logit_score(folder: Path, name: str, sigmoid: bool, template: bool) -> Enco
 
 def _sigmoid(folder: Path, config: Mapping[str, Any]) -> bool:
     """True if scores go through a sigmoid, which is the default."""
-    values, inner = _read(folder, MODEL_FILE), config.get("sentence_transformers")
+    values, inner = read_object(folder, MODEL_FILE), config.get("sentence_transformers")
     places = [(folder / MODEL_FILE, values), (folder / CONFIG_FILE, inner)]
     for where, holder in places:
         if isinstance(holder, dict) and holder.get("activation_fn") is not None:
@@ -274,22 +257,8 @@ def _check_labels(folder: Path, config: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{folder / CONFIG_FILE}: it has {count!r:.20} labels, expected 1: the score of a pair")
 
 
-def _read_required(folder: Path, name: str) -> Any:
-    content = _read(folder, f"{name}/{CONFIG_FILE}")
-    if content is None:
+def _read_keys(folder: Path, name: str) -> Keys:
+    values = read_object(folder, f"{name}/{CONFIG_FILE}")
+    if values is None:
         raise CheckpointError(f"{folder}: no {name}/{CONFIG_FILE}, but {MODULES_FILE} names {name}; download it again")
-    return content
-
-
-def _keys(where: Path, values: Any) -> Keys:
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{where} holds a JSON {type(values).__name__}, expected an object; download it again")
-    return Keys(values, str(where))
-
-
-def _read(folder: Path, name: str) -> Any:
-    file = find_own_file(folder, name)
-    try:
-        return None if file is None else strict.read_json(file)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / name} cannot be read as JSON ({error}); download it again") from error
+    return Keys(values, str(folder / name / CONFIG_FILE))

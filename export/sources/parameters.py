@@ -53,9 +53,8 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
         if isinstance(tensors[name], Mxfp4Tensor):
             continue
         shape = tensors[name].shape
-        parameters[name] = _make_view(
-            folder, tensors[name], lambda stack: stack.swapaxes(1, 2), (*shape[:1], *shape[:0:-1])
-        )
+        turn = partial(np.swapaxes, axis1=1, axis2=2)
+        parameters[name] = _make_view(folder, tensors[name], turn, (*shape[:1], *shape[:0:-1]))
     for name in list_offset_norms(config) & tensors.keys():
         parameters[name] = _make_view(folder, tensors[name], _plus_one, tensors[name].shape, "F32")
     for item in config.geometry.recurrents:
@@ -260,6 +259,11 @@ def _read_rows(folder: Path, tensor: StoredTensor | MadeTensor) -> Iterator[Arra
 def read_pieces(folder: Path, tensor: StoredTensor | MadeTensor) -> Iterator[Array]:
     files = folder if folder.is_dir() else folder.parent  # a model in one file
     return tensor.pieces() if isinstance(tensor, MadeTensor) else _read_all(files, [tensor])
+
+
+def copy_tensor(folder: Path, tensor: StoredTensor | MadeTensor) -> MadeTensor:
+    """A copy of a tensor of ``folder``, for an export that does not link its file."""
+    return MadeTensor(tensor.dtype, tensor.shape, partial(read_pieces, folder, tensor))
 
 
 def _stack_codes(folder: Path, parts: Sequence[QuantizedTensor], count: int) -> QuantizedTensor:

@@ -77,8 +77,7 @@ def _awq(keys: Keys, _: Keys) -> Quantization:
 def _gptq(keys: Keys, _: Keys) -> Quantization:
     version = keys.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     keys.choice("format", (version,), version)
-    if keys.flag("is_marlin_format"):
-        raise keys.error("is_marlin_format", True, "false: codes as GPTQ stores them, before a kernel lays them out")
+    keys.fixed("is_marlin_format", False, ": codes as GPTQ stores them, before a kernel lays them out")
     _read_packing(keys)
     grid = Grid(_bits(keys, "bits", (4, 8)), _group(keys))
     return Quantization("gptq", (grid,), _names(keys, "modules_to_not_convert"), int(version == "gptq"))

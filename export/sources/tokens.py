@@ -118,7 +118,7 @@ def _list_unknown(content: dict[str, Any], files: Mapping[str, dict[str, Any]], 
     if "added_tokens_decoder" not in config:  # the rule of transformers
         config = {**config, **files.get(MAP_FILE, {})}
     declared = config.get("added_tokens_decoder") or {}
-    extra: Any = next((found for name in _LISTS if (found := config.get(name))), [])
+    extra: Any = next((stated for name in _LISTS if (stated := config.get(name))), [])
     tokens = [declared[number] for number in sorted(declared, key=int)]
     tokens += [config.get(name) for name in _NAMED]
     tokens += extra.values() if isinstance(extra, dict) else extra

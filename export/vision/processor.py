@@ -104,8 +104,7 @@ def _read_square(keys: Keys, tower: TowerConfig) -> Tiling:
     """Settings to resize images to one tile. Gemma 3's processor can also crop long ones, which is refused."""
     _check_steps(keys, SOFT_KINDS)
     keys.skip("image_seq_length", *PANS)
-    if keys.flag("do_pan_and_scan"):
-        raise keys.error("do_pan_and_scan", True, "false, as it is published")
+    keys.fixed("do_pan_and_scan", False, ", as it is published")
     size = keys.inside("size")
     for name in ("height", "width"):
         if (edge := size.integer(name)) != tower.tile:
@@ -119,16 +118,14 @@ def _read_square(keys: Keys, tower: TowerConfig) -> Tiling:
 def _read_naflex(outer: Keys, keys: Keys, tower: TowerConfig) -> Vision:
     """LFM2-VL's settings; defaults are transformers'."""
     for where, name in ((outer, "use_image_special_tokens"), (keys, "use_thumbnail")):
-        if not where.flag(name, True):
-            raise where.error(name, False, "true, as it is published")
+        where.fixed(name, True, ", as it is published")
     outer.finish()
     _check_steps(keys, NAFLEX_KINDS)
     keys.skip(*UNREAD)
-    if keys.flag("do_center_crop"):
-        raise keys.error("do_center_crop", True, "false, as it is published")
-    for name, default, wanted in (("encoder_patch_size", 16, tower.patch), ("downsample_factor", 2, tower.merged)):
-        if (stated := keys.integer(name, default)) != wanted:
-            raise keys.error(name, stated, f"{wanted}, as config.json has it")
+    keys.fixed("do_center_crop", False, ", as it is published")
+    for name, default, own in (("encoder_patch_size", 16, tower.patch), ("downsample_factor", 2, tower.merged)):
+        if (stated := keys.integer(name, default)) != own:
+            raise keys.error(name, stated, f"{own}, as config.json has it")
     square, tile = tower.patch * tower.merged, keys.integer("tile_size", 512)
     if tile % square:
         squares = f"a multiple of {square}, since {tower.merged} x {tower.merged} patches become a row"
@@ -165,8 +162,7 @@ def _read_patching(keys: Keys, tower: PatchTowerConfig) -> Vision:
     _check_steps(keys, QWEN_KINDS)
     sizes = {"patch_size": tower.patch, "temporal_patch_size": tower.frames, "merge_size": tower.merged}
     for name, value in sizes.items():
-        if (stated := keys.integer(name, value)) != value:
-            raise keys.error(name, stated, f"{value}, as in the vision_config")
+        keys.fixed(name, value, ", as in the vision_config")
     size = keys.inside("size") if keys.raw("size") is not None else Keys({}, keys.where)
     size.rename({"shortest_edge": "min_pixels", "longest_edge": "max_pixels"})
     least, most = size.integer("min_pixels", 56 * 56), size.integer("max_pixels", 28 * 28 * 1280)
@@ -201,8 +197,7 @@ def _check_steps(keys: Keys, kinds: tuple[str, ...]) -> None:
     keys.choice("image_processor_type", kinds, kinds[0])
     keys.skip("processor_class", "do_pad", "video_sampling", "data_format", "input_data_format", "return_row_col_info")
     for name in ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize"):
-        if not keys.flag(name, True):
-            raise keys.error(name, False, "true, as the tower was trained")
+        keys.fixed(name, True, ", as the tower was trained")
 
 
 def _read_values(keys: Keys, default: Filter) -> dict[str, Any]:

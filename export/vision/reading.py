@@ -7,7 +7,7 @@ from llmc.bundle.model.norm import NormKind
 from llmc.export.keys import Keys
 from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
 
-# What transformers calls the parts of a SigLIP.
+# transformers' names of the parts of a SigLIP.
 SIGLIP = (
     ("embeddings.patch_embedding", "patch_embedding"),
     ("embeddings.position_embedding", "position_embedding"),
@@ -45,8 +45,7 @@ def read_siglip(
     keys.choice("model_type", kinds, kinds[0])
     keys.skip("vision_use_head")  # of what makes one vector of an image, which no decoder reads
     keys.skip("tie_word_embeddings", "max_image_size", "size", "use_base_siglip", "projection_class", "ignore_index")
-    if (channels := keys.integer("num_channels", 3)) != 3:
-        raise keys.error("num_channels", channels, "3, for red, green and blue")
+    keys.fixed("num_channels", 3, ", for red, green and blue")
     keys.choice("hidden_act", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
     tower = TowerConfig(
         tile=keys.integer("image_size", 224),
@@ -76,7 +75,7 @@ QWEN_KEYS = (
     *("vision_config", "image_token_id", "video_token_id"),
     *("vision_start_token_id", "vision_end_token_id", "vision_token_id"),
 )
-# What transformers calls the parts of their towers.
+# transformers' names of the parts of their towers.
 QWEN_TOWER = (
     *(("model.visual", "vision"), ("visual", "vision"), ("blocks", "layers")),
     *(("patch_embed.proj", "patch_embedding"), ("pos_embed", "position_embedding")),
@@ -109,14 +108,12 @@ def read_qwen_tower(
     """
     keys.choice("model_type", kinds, kinds[0])
     keys.skip("in_chans", "spatial_patch_size")  # of Qwen2-VL, which Qwen2.5-VL repeats
-    if (channels := keys.integer("in_channels", 3)) != 3:
-        raise keys.error("in_channels", channels, "3, for red, green and blue")
+    keys.fixed("in_channels", 3, ", for red, green and blue")
     keys.choice("hidden_act", (activation,), activation)
     if keys.raw("rope_parameters") is not None:
         rope = keys.inside("rope_parameters")
         rope.choice("rope_type", ("axial",), "axial")
-        if (theta := rope.number("rope_theta", 10_000.0)) != 10_000:
-            raise rope.error("rope_theta", theta, "10000")
+        rope.fixed("rope_theta", 10_000)
         rope.finish()
     patch, merged = keys.integer("patch_size", default_patch), keys.integer("spatial_merge_size", 2)
     tower = PatchTowerConfig(

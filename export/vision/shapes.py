@@ -110,12 +110,12 @@ class PatchTowerConfig:
         parts = ("gate", "up")[not self.gated :]
         rows += [(f"mlp.{part}_proj", self.inner, self.width, LAYER_NORMS[1]) for part in parts]
         rows.append(("mlp.down_proj", self.width, self.inner, "mlp"))
-        found = [first]
+        linears = [first]
         for index in range(self.layers):
-            found += _list_layer(index, rows)
+            linears += _list_layer(index, rows)
             if index in self.deep:
-                found += self._list_merger(f"{TOWER}.deep.{self.deep.index(index)}")
-        return (*found, *self._list_merger(f"{TOWER}.merger"))
+                linears += self._list_merger(f"{TOWER}.deep.{self.deep.index(index)}")
+        return (*linears, *self._list_merger(f"{TOWER}.merger"))
 
     def _list_merger(self, at: str) -> list[Linear]:
         wide = self.width * self.merged**2

@@ -18,7 +18,8 @@ from llmc.export.parts.rope import Rope
 from llmc.export.parts.site import Site
 from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
 
-# Of all norms and of the rotary embedding of towers over whole images. Source: transformers, qwen2_5_vl and qwen3_vl.
+# Epsilon of all norms, and base of the rotary embedding, of towers over whole images.
+# Source: transformers, qwen2_5_vl and qwen3_vl.
 EPS, THETA = 1e-6, 10_000.0
 
 
@@ -245,12 +246,12 @@ class PatchTower(nn.Module):
         angles = (positions.unsqueeze(-1).float() * self.rotary_emb.inv_freq).flatten(1).unsqueeze(0)
         turns = angles.cos(), angles.sin()
         windows = (more[-2], more[-1]) if self.config.window else None
-        found = list[Tensor]()
+        deep = list[Tensor]()
         for index, layer in enumerate(self.layers):
             x = layer(x, turns, windows)
             if index in self.config.deep:
-                found.append(self.deep[self.config.deep.index(index)](x))
-        return torch.cat((self.merger(x), *found), -1)
+                deep.append(self.deep[self.config.deep.index(index)](x))
+        return torch.cat((self.merger(x), *deep), -1)
 
 
 class Root(nn.Module):
