@@ -170,7 +170,8 @@ class LayerCalls:
         geometry = self._reference.manifest.geometry
         shared = {name for item in geometry.attentions for name in [item.cache] if not item.writes}
         written = [name for cache in geometry.caches_of(layer) if cache.name in shared for name in cache.outputs]
-        pasts = empty_caches(geometry.caches_of(layer), *self._ids.shape, "float32")
+        rows, tokens = self._ids.shape
+        pasts = empty_caches(geometry.caches_of(layer), rows, tokens, "float32")
         feeds = {f"hidden.{layer}": self.hidden, **self._reference._feed(self.hidden), **self.more(layer), **pasts}
         self.hidden, *kept = self._reference._run_all(feeds, [f"hidden.{layer + 1}", *written])
         self._kept |= dict(zip(written, kept, strict=True))
