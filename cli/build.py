@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from llmc.optimize.build import BuildReport
     from llmc.optimize.recipe import BuildRequest
 
-# What --rebuild looks at.
+# Options that --rebuild takes.
 REBUILDING = ("source", "output", "rebuild", "force", "as_json", "debug")
 
 
@@ -88,16 +88,19 @@ def build_command(source: Path, output: Path | None, rebuild: bool, force: bool,
                     f"{option.opts[-1]} means nothing to --rebuild, whose graph and options are the bundle's; leave it "
                     "out, or build the bundle again from its export"
                 )
-        rebuild_bundle(source, output, force, as_json)
-        return
-    if output is None:
-        raise click.UsageError("Missing option '-o' / '--output'.")
-    from llmc.optimize.build import build
+        from llmc.optimize.rebuild import rebuild as rebuild_bundle
 
-    refuse_to_overwrite(output, force)
-    request = make_request(source, output=output, force=force, **choices)
-    with cleanly_stopped(), show.progress() as progress, open_export(request, progress) as export:
-        report = build(replace(request, source=export), progress)
+        with cleanly_stopped(), show.progress() as progress:
+            report = rebuild_bundle(source, output or source, force=force or output is None, progress=progress)
+    else:
+        if output is None:
+            raise click.UsageError("Missing option '-o' / '--output'.")
+        from llmc.optimize.build import build
+
+        refuse_to_overwrite(output, force)
+        request = make_request(source, output=output, force=force, **choices)
+        with cleanly_stopped(), show.progress() as progress, open_export(request, progress) as export:
+            report = build(replace(request, source=export), progress)
     if as_json:
         show.print_json(report)
     else:
@@ -108,18 +111,6 @@ def is_checkpoint(source: Path) -> bool:
     """True of what must be exported first."""
     named = any((source / name).exists() for name in (CONFIG_FILE, ADAPTER_FILE))
     return source.is_file() or (named and not (source / EXPORT_MANIFEST).exists())
-
-
-def rebuild_bundle(source: Path, output: Path | None, force: bool, as_json: bool) -> None:
-    """Compile a bundle's engine for this machine, in its place or into ``output``."""
-    from llmc.optimize.rebuild import rebuild
-
-    with cleanly_stopped(), show.progress() as progress:
-        report = rebuild(source, output or source, force=force or output is None, progress=progress)
-    if as_json:
-        show.print_json(report)
-    else:
-        print_report(report)
 
 
 @contextmanager

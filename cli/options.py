@@ -45,8 +45,8 @@ def source_path(text: str) -> Path:
     """A folder, or a GGUF file, to build of or to look at; any other path is wrong usage."""
     from llmc.cli.summary import kind_of
 
-    if said := explain_absent(Path(text)):
-        raise click.BadParameter(said)
+    if problem := explain_absent(Path(text)):
+        raise click.BadParameter(problem)
     if not os.path.exists(text):
         raise click.BadParameter(f"Path {text!r} does not exist.")
     kind_of(Path(text))
@@ -71,7 +71,7 @@ def boxes(text: str) -> tuple[int, ...]:
     return tuple(map(size, text.split(",")))
 
 
-# Whether it was given is for main to see, before options are parsed.
+# main looks for it before options are parsed.
 debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 force_option = click.option("--force", is_flag=True, help="Replace an existing output folder.")
@@ -158,14 +158,6 @@ precision_options = add_options(
 )
 
 
-def take_precision(options: dict[str, Any]) -> str | None:
-    """Remove the flags of :data:`PRECISIONS`, and return the one that was given, None for the default."""
-    chosen = [name for name in PRECISIONS if options.pop(f"as_{name}")]
-    if len(chosen) > 1:
-        raise click.UsageError(f"--{chosen[0]} and --{chosen[1]} contradict each other: give one of them")
-    return chosen[0] if chosen else None
-
-
 ENGINE_NAMES = frozenset({"draft", "determinism", "max_batch", "prefix_cache_folder", "tool_format"})
 
 
@@ -192,12 +184,12 @@ class SectionCommand(click.Command):
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The options with ``--help-all`` before ``--help``, where there are sections to show."""
-        found = super().get_params(ctx)
-        if not any(hasattr(option, "section") for option in found):
-            return found
+        options = super().get_params(ctx)
+        if not any(hasattr(option, "section") for option in options):
+            return options
         text = "Show this message with all options, and exit."
         every = click.Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_help, help=text)
-        return [*found[:-1], every, found[-1]]
+        return [*options[:-1], every, options[-1]]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The plain options first, then each section, in the order of declaration; rare ones for ``--help-all``."""
@@ -222,11 +214,14 @@ def make_request(source: Path, *, small: bool, recipe: str | None, **choices: An
     from llmc.optimize.recipe import BuildRequest, find_recipe
     from llmc.optimize.recipe.engine import EngineRequest
 
+    precisions = [name for name in PRECISIONS if choices.pop(f"as_{name}")]
+    if len(precisions) > 1:
+        raise click.UsageError(f"--{precisions[0]} and --{precisions[1]} contradict each other: give one of them")
     calibrates = not choices.pop("no_calibration", False)
     limits, engine = take(choices, LIMITS), take(choices, ENGINE)
     request = BuildRequest(
         source,
-        precision=take_precision(choices),
+        precision=precisions[0] if precisions else None,
         phases="shared" if small else None,
         budget=Budget(**limits) if limits else None,
         engine=EngineRequest(**engine) if engine else None,

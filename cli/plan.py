@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,10 +30,9 @@ from llmc.errors import LlmcError, MissingExtraError, ResourceError, UsageError
 from llmc.origin import copy_own
 
 if TYPE_CHECKING:
-    from llmc.bundle import Geometry, Manifest
+    from llmc.bundle import Geometry
     from llmc.export.sources.checkpoint import Checkpoint
     from llmc.runtime.bench.stages import Ahead, Stage
-    from llmc.runtime.kv.budget import MemoryEstimate
 
 NO_GPU = "GPU: none can be asked here; say with --gpu-memory what the one has that it is for"
 UNKNOWN = "not known whether it fits"
@@ -110,15 +109,15 @@ def _ahead(
         from llmc.optimize.targets import capabilities
 
         on_gpu = capabilities(how["target"]).has_gpu
-        found = find_memories(on_gpu, memory, gpu_memory, unified)
-        size = gpu_memory or (memory if found.unified else None)
+        memories = find_memories(on_gpu, memory, gpu_memory, unified)
+        size = gpu_memory or (memory if memories.unified else None)
         request = make_request(path, **how)
-        plans = plan_stages(request, geometry, unified=found.unified, gpu_memory=size, copied=copied)
-        return hold(plans, found, on_gpu)
+        plans = plan_stages(request, geometry, unified=memories.unified, gpu_memory=size, copied=copied)
+        return hold(plans, memories, on_gpu)
     context, batch = how.pop("max_context"), how.pop("max_batch")
     manifest = read_bundle(path)
     on_gpu = manifest.device is not None
-    found = find_memories(on_gpu, memory, gpu_memory, unified)
+    memories = find_memories(on_gpu, memory, gpu_memory, unified)
     if any(value for name, value in how.items() if (name, value) != ("target", "cpu")):
         raise UsageError(
             "path",
@@ -127,17 +126,12 @@ def _ahead(
         )
     parts = find_stages(path, manifest).values()
     plans = [plan for part in parts if part for plan in plan_bundle(part, context, batch)]
-    return hold([*_estimate_rebuilding(manifest, found.unified), *plans], found, on_gpu)
+    if manifest.engine is not None and not manifest.engine.file:
+        with suppress(MissingExtraError):
+            from llmc.optimize.plan.memory import plan_rebuild
 
-
-def _estimate_rebuilding(manifest: Manifest, unified: bool) -> list[MemoryEstimate]:
-    if manifest.engine is None or manifest.engine.file:
-        return []
-    try:
-        from llmc.optimize.plan.memory import plan_rebuild
-    except MissingExtraError:
-        return []
-    return [plan_rebuild(manifest, unified)]
+            plans = [plan_rebuild(manifest, memories.unified), *plans]
+    return hold(plans, memories, on_gpu)
 
 
 @contextmanager
@@ -180,16 +174,16 @@ def check_export(checkpoint: Path, text_only: bool = False, memory: int | None =
     from llmc.runtime.text.trial import try_tokenizer
 
     try:
-        found = read_checkpoint(checkpoint, text_only=text_only)
+        source = read_checkpoint(checkpoint, text_only=text_only)
     except LlmcError:
         return None
-    with _tokenizer_folder(found) as folder:
+    with _tokenizer_folder(source) as folder:
         try_tokenizer(folder)
         tokenizer_bytes = (folder / TOKENIZER_FILE).stat().st_size
-    plan = export_plan(found.geometry, tokenizer_bytes)
+    plan = export_plan(source.geometry, tokenizer_bytes)
     if problem := refusal([Stage(plan, plan.verdict(usable_memory(0, memory)))]):
         raise ResourceError(problem, path=checkpoint)
-    return found.geometry, tokenizer_bytes
+    return source.geometry, tokenizer_bytes
 
 
 def numbers(stage: Stage) -> dict[str, object]:
@@ -232,8 +226,8 @@ def print_stages(ahead: Ahead) -> None:
             sizes = [(name, show.size(it.disk), show.size(it.memory)) for name, it in plan.graphs.items()]
             show.print_table((plan.stage + at, "on disk", "at its peak"), sizes)
             click.echo()
-    found = ahead.memories
-    shared = ", CPU and GPU together" if found.unified else ""
-    click.echo(f"available: {show.size(found.machine.bytes)} ({found.machine.source}){shared}")
-    if ahead.on_gpu and not found.unified:
-        click.echo(f"GPU: {show.size(found.gpu.bytes)} ({found.gpu.source})" if found.gpu else NO_GPU)
+    memories = ahead.memories
+    shared = ", CPU and GPU together" if memories.unified else ""
+    click.echo(f"available: {show.size(memories.machine.bytes)} ({memories.machine.source}){shared}")
+    if ahead.on_gpu and not memories.unified:
+        click.echo(f"GPU: {show.size(memories.gpu.bytes)} ({memories.gpu.source})" if memories.gpu else NO_GPU)

@@ -1,5 +1,6 @@
 """Export -> bundle: calibrate, lower, quantize, write, run, judge, publish."""
 
+import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,13 +22,13 @@ from llmc.bundle import (
     Target,
     write_chunks,
 )
-from llmc.errors import BuildError, BundleError
+from llmc.errors import BuildError, BundleError, UsageError
 from llmc.optimize.calibrate.request import calibrate_weights, check_windows
-from llmc.optimize.graphs import build_graphs
+from llmc.optimize.graphs import compile_graphs
 from llmc.optimize.judge.finished import judge_decoder, judge_encoder, judge_head, least_tolerance
 from llmc.optimize.lower.context import check_patterns
 from llmc.optimize.lower.onnxruntime.attention import check_head_sizes
-from llmc.optimize.order import Order, check_places, runs_here, take_order
+from llmc.optimize.order import Order, runs_here, take_order
 from llmc.optimize.plan.borders import choose_borders
 from llmc.optimize.plan.device import device_plan, host_plan, with_engine
 from llmc.optimize.plan.memory import memory_plan, plan_build
@@ -74,12 +75,17 @@ def build(request: BuildRequest, progress: Progress = silent) -> BuildReport:
     start = time.perf_counter()
     order = take_order(replace(request, source=Path(request.source), output=Path(request.output)), progress)
     request, geometry = order.request, order.export.geometry
-    check_places(request.source, request.output)
+    if os.path.realpath(request.output) == os.path.realpath(request.source):  # unlike resolve, accepts loops of links
+        raise UsageError("output", f"{request.output} is the export itself", "choose another output folder")
     tokenizer = (request.source / TOKENIZER_FILE).stat().st_size
     check_memory(request, geometry, tokenizer)
     try_tokenizer(request.source)
     order = order.with_engine()
-    _check_support(order)
+    # Refuse unsupported requests before hours of calibration.
+    linears = (*(geometry.vision.linears if geometry.vision else ()), *geometry.linears)
+    check_patterns(order.recipe, [*(it.name for it in geometry.mixtures), *(it.name for it in linears)])
+    if order.target.name == "cpu" or (order.target.name == "cuda" and order.recipe.compute != "float32"):
+        check_head_sizes(geometry)
     boxes = request.stages
     cuts = choose_borders(geometry, order.limits, order.recipe, tokenizer, boxes) if boxes else []
     with stage_folder(request.output, force=request.force) as folder:
@@ -103,20 +109,16 @@ def check_memory(request: BuildRequest, geometry: Geometry, tokenizer_bytes: int
     plan.check(request.source, usable_memory(plan.parts["engine"], request.memory))
 
 
-def _check_support(order: Order) -> None:
-    """Refuse unsupported requests before hours of calibration."""
-    geometry = order.export.geometry
-    linears = (*(geometry.vision.linears if geometry.vision else ()), *geometry.linears)
-    check_patterns(order.recipe, [*(it.name for it in geometry.mixtures), *(it.name for it in linears)])
-    if order.target.name == "cpu" or (order.target.name == "cuda" and order.recipe.compute != "float32"):
-        check_head_sizes(geometry)
-
-
 def _fill(order: Order, folder: Path) -> Manifest:
     copy_tokenizer(order.source, folder)
     weights, used = calibrate_weights(order.request, order.export, order.recipe, order.progress)
     order = replace(order, recipe=replace(order.recipe, calibration=used))
-    graphs, engine = build_graphs(order, folder, weights)
+    graphs = compile_graphs(order, folder, weights)
+    engine: EngineConfig | None = None
+    if order.engine is not None:
+        from llmc.optimize.tensorrt.engine import compile_engine
+
+        engine = compile_engine(order.engine, folder / graphs["decode"].file, order.export.geometry, order.progress)
     check_unchanged(order.source, order.export)  # the weights are not needed any more
     if engine is not None and runs_here(order.engine, engine):
         return _judge_engine(order, folder, graphs, engine, weights)
@@ -192,28 +194,28 @@ def _switches_ropes(order: Order) -> bool:
 
 def _notes(order: Order) -> list[str]:
     """Notes on what makes this bundle worse than it might be."""
-    recipe, geometry, found = order.recipe, order.export.geometry, []
+    recipe, geometry, notes = order.recipe, order.export.geometry, []
     if 0 < geometry.long_after < order.limits.max_context and not _switches_ropes(order):
-        found.append(
+        notes.append(
             f"longrope: texts of any length have the factors of those beyond {geometry.long_after} tokens; build with "
             f"--max-context {geometry.long_after} for the factors of shorter ones"
         )
     if geometry.coded and recipe.precision != "source":
-        found.append(
+        notes.append(
             f"the checkpoint stores the weights of {len(geometry.coded)} linears or mixtures as codes, from which "
             f"those of {recipe.precision} were made: what both roundings lost adds up"
         )
     if recipe.sparsity:
         zeros = "2 of 4 weights" if recipe.sparsity == TWO_OF_FOUR else f"{float(recipe.sparsity):.0%} of the weights"
-        found.append(
+        notes.append(
             f"{zeros} of the layers' linears were set to zero by the rule {recipe.pruning}: the distance from the "
             "unquantized model counts what that cost. Only engines with sparse kernels (TensorRT's, of 2:4) may be "
             "faster for it"
         )
     turned = recipe.smoothing or recipe.rotated or geometry.coded or geometry.head
     if recipe.activations == "per-token" and not turned:
-        found.append(
+        notes.append(
             "activations of prompts are rounded as they are, since this family's norms do not let them be rotated: "
             "build where torch is installed and without --no-calibration, and they are smoothed"
         )
-    return found
+    return notes

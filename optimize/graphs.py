@@ -1,4 +1,4 @@
-"""Lowers a bundle's graphs, writes them beside their weights, and compiles the engine from them."""
+"""Lowers a bundle's graphs and writes them beside their weights."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from llmc.bundle import ADAPTERS_FOLDER as ADAPTERS
-from llmc.bundle import LM_HEAD, LOGIT_ROWS, REPLAY, VISION_FILE, EngineConfig, Graph
+from llmc.bundle import LM_HEAD, LOGIT_ROWS, REPLAY, VISION_FILE, Graph
 from llmc.bundle.model.names import HEAD
 from llmc.errors import BuildError
 from llmc.optimize.lower.context import (
@@ -27,16 +27,6 @@ from llmc.optimize.progress import make_counter
 from llmc.optimize.targets import NATIVE, OLD
 from llmc.optimize.weights.file import WeightFile
 from llmc.optimize.weights.store import Calibrated
-
-
-def build_graphs(order: Order, folder: Path, calibrated: Calibrated) -> tuple[dict[str, Graph], EngineConfig | None]:
-    graphs = compile_graphs(order, folder, calibrated)
-    if order.engine is None:
-        return graphs, None
-    from llmc.optimize.tensorrt.engine import compile_engine
-
-    graph = folder / graphs["decode"].file
-    return graphs, compile_engine(order.engine, graph, order.export.geometry, order.progress)
 
 
 def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[str, Graph]:
@@ -86,14 +76,19 @@ def _compile(order: Order, folder: Path, context: LoweringContext, name: str, sh
     tower = name == VISION_FILE
     model = read_graph(order.source, name) if tower else read_graph(order.source)
     lower(model, f"{order.target.name}-vision" if tower else order.passes, replace(context, linear_done=count))
-    _declare_opsets(model, order)
+    # Declare the target's opset, so that older engines load the graph; it has no newer operators.
+    model.functions.clear()
+    model.opset_imports.clear()
+    model.opset_imports[""], model.ir_version = NATIVE if order.target.makes_engine else OLD
+    if not order.target.makes_engine:
+        model.opset_imports["com.microsoft"] = 1
     ir.save(model, folder / name)
     return describe_graph(model.graph, name, 0 if context.phase == "prefill" else order.overwritten)
 
 
 def cut_head(folder: Path, graphs: dict[str, Graph], width: int) -> dict[str, Graph]:
     """Cut the head off the graphs of both phases, as a graph of its own; all three."""
-    found, heads = dict[str, Graph](), list[ir.Graph]()
+    cut, heads = dict[str, Graph](), list[ir.Graph]()
     for phase in ("prefill", "decode"):
         name = graphs[phase].file
         graph = (model := read_graph(folder, name)).graph
@@ -104,12 +99,12 @@ def cut_head(folder: Path, graphs: dict[str, Graph], width: int) -> dict[str, Gr
         body = ir.convenience.extract(graph, list(graph.inputs), outputs)
         heads.append(ir.convenience.extract(graph, [LOGIT_ROWS], ["logits"]))
         write_part(body, model, folder / name)
-        found[phase] = describe_graph(body, name, graphs[phase].overwritten)
+        cut[phase] = describe_graph(body, name, graphs[phase].overwritten)
     parts = [[(node.op_type, [it.name for it in node.inputs if it]) for node in head] for head in heads]
     if parts[0] != parts[1]:
         raise BuildError("the graphs of prefill and decode end in different heads")
     write_part(heads[-1], model, folder / f"{LM_HEAD}.onnx")
-    return found | {LM_HEAD: describe_graph(heads[-1], f"{LM_HEAD}.onnx", 0)}
+    return cut | {LM_HEAD: describe_graph(heads[-1], f"{LM_HEAD}.onnx", 0)}
 
 
 def _find_head_input(graph: ir.Graph) -> ir.Value:
@@ -125,15 +120,6 @@ def cut_replay(folder: Path, decoder: str) -> Graph:
     model, name = read_graph(folder, decoder), f"{REPLAY}.onnx"
     write_part(extract_replay(model.graph), model, folder / name)
     return Graph(file=name, weight_bytes=0, step_weight_bytes=0)
-
-
-def _declare_opsets(model: ir.Model, order: Order) -> None:
-    """Declare the target's opset, so that older engines load the graph; it has no newer operators."""
-    model.functions.clear()
-    model.opset_imports.clear()
-    model.opset_imports[""], model.ir_version = NATIVE if order.target.makes_engine else OLD
-    if not order.target.makes_engine:
-        model.opset_imports["com.microsoft"] = 1
 
 
 def describe_graph(graph: ir.Graph, name: str, overwritten: int) -> Graph:

@@ -1,6 +1,5 @@
 """A resolved request to build: all that its steps need to know."""
 
-import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -124,13 +123,6 @@ def _list_borders(export: ExportManifest, folder: Path) -> tuple[int, ...]:
             f"{geometry.layers} layers of {geometry.hidden_size} values",
         )
     return head.borders
-
-
-def check_places(source: Path, output: Path) -> None:
-    """Raise UsageError if the bundle would overwrite its source."""
-    place = Path(os.path.realpath(output))  # unlike resolve, accepts loops of links
-    if place == Path(os.path.realpath(source)):
-        raise UsageError("output", f"{output} is the export itself", "choose another output folder")
 
 
 def runs_here(spec: "EngineSpec | None", plan: EngineConfig) -> bool:

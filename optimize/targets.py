@@ -14,40 +14,26 @@ LARGE_GPU, LARGE_CHUNK = 16 << 30, 1024
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Facts about one engine on one kind of processor.
-
-    ``caches``: types that the KV cache may have, and the oldest engine that knows each; the first one is the default
-    (on CPUs float16 for some models), but where activations may have several types it is theirs.
-    ``computes``: types of activations, the first one the default.
-    ``phases``: how the two phases may share graphs, the first one the default for integers.
-    ``activations``: how activations may be quantized, the first one the default.
-    ``asymmetric``: 4-bit weights may have zero points.
-    ``block``: inputs to a scale of 4-bit weights, without zero points, that the engine's fast kernels take; 0: they
-    take any block, and zero points.
-    ``has_gpu``: bundles run on a GPU.
-    ``ragged_rows``: the oldest engine whose attention takes several tokens in each of several rows, of any lengths;
-    empty for none.
-    ``chunk``: tokens of a prompt per call, unless the recipe says otherwise.
-    ``precision``: that of a build which asks for none, where the checkpoint is not quantized.
-    ``head``: precision of the head beside 4 bits, and of what a quantized checkpoint leaves in floats.
-    """
+    """Facts about one engine on one kind of processor. The first of several choices is the default."""
 
     name: str
     engine: str
     precisions: tuple[str, ...]
+    # types of the KV cache, and the oldest engine that knows each; on GPUs the default is the type of activations, on
+    # CPUs float16 for some models
     caches: dict[str, str]
-    computes: tuple[str, ...] = ("float32",)
-    phases: tuple[str, ...] = ("split", "shared")
-    activations: tuple[str, ...] = ("per-token",)
-    asymmetric: bool = True
-    block: int = 0
+    computes: tuple[str, ...] = ("float32",)  # types of activations
+    phases: tuple[str, ...] = ("split", "shared")  # how the phases may share graphs; the default for integers
+    activations: tuple[str, ...] = ("per-token",)  # how activations may be quantized
+    asymmetric: bool = True  # 4-bit weights may have zero points
+    block: int = 0  # block of 4-bit weights without zero points for the engine's fast kernels; 0: any, and zero points
     has_gpu: bool = True
-    ragged_rows: str = ""
-    # On CPUs attention costs the square of a chunk, and activations of 512 tokens outgrow the caches: 256 is 5 % faster
-    # than 512 at a prompt of 512, equal at 2,048, and takes half the workspace.
+    ragged_rows: str = ""  # oldest engine whose attention takes rows of different lengths; empty for none
+    # Tokens of a prompt per call. On CPUs attention costs the square of a chunk, and activations of 512 tokens outgrow
+    # the caches: 256 is 5 % faster than 512 at a prompt of 512, equal at 2,048, and takes half the workspace.
     chunk: int = 256
-    precision: str = "int8"
-    head: str = "int8"
+    precision: str = "int8"  # default for checkpoints that are not quantized
+    head: str = "int8"  # precision of the head beside 4 bits, and of what a quantized checkpoint leaves in floats
 
     @property
     def makes_engine(self) -> bool:

@@ -154,7 +154,7 @@ class _Layer:
         if self.recipe.sparsity:
             self._prune(observed)
         # Fold before quantizing anything: a folding also changes linears of earlier mappings.
-        folded = {mapping: self._fold_linears(mapping, observed.pop(mapping)) for mapping in reversed(self.mappings)}
+        folded = {mapping: self._fold(mapping, observed.pop(mapping)) for mapping in reversed(self.mappings)}
         for mapping in self.mappings:
             statistics, by_grid = folded.pop(mapping), dict[Grid, list[str]]()
             self._decide_prompts(mapping, statistics)
@@ -181,12 +181,6 @@ class _Layer:
                 if norms is not None:
                     self.arrays[f"norms:{self.prefix}{name}.weight"] = norms
 
-    def _fold_linears(self, mapping: SmoothingMapping, statistics: InputStatistics) -> InputStatistics:
-        """Apply the recipe's foldings to the mapping's linears; return the statistics of the scaled activation."""
-        if not mapping.producer or not self.recipe.smoothing:
-            return statistics
-        return self._fold(mapping, statistics, self._compute_smoothing(mapping, statistics))
-
     def _observe(
         self, hidden: Tensor, compute: Callable[[Tensor], None]
     ) -> tuple[dict[SmoothingMapping, InputStatistics], dict[str, "Read"]]:
@@ -210,25 +204,22 @@ class _Layer:
             self._module(name).watch = None
         return {mapping: accumulator.finish() for mapping, accumulator in watched.items()}, read
 
-    def _compute_smoothing(self, mapping: SmoothingMapping, statistics: InputStatistics) -> Tensor:
-        """SmoothQuant's scales [K], equal for channels that are copies of one channel."""
-        weights = torch.cat([self._weight(name) for name in mapping.linears])
-        absmax, rows = (
-            self._find_shared_maximum(mapping, statistics.absmax),
-            self._find_shared_maximum(mapping, weights.abs().amax(0)),
-        )
-        scales = smoothquant.scales(absmax, rows, alpha=self.recipe.smoothing)
-        return scales.view(-1, 1, mapping.run).expand(-1, mapping.repeats, -1).flatten()
+    def _fold(self, mapping: SmoothingMapping, statistics: InputStatistics) -> InputStatistics:
+        """Multiply the linears' columns by SmoothQuant's scales [K], equal for copies of a channel, and divide their
+        producer: the layer stays the same. Return the statistics of the scaled activation."""
+        if not mapping.producer or not self.recipe.smoothing:
+            return statistics
 
-    def _find_shared_maximum(self, mapping: SmoothingMapping, values: Tensor) -> Tensor:
-        """The largest of the values [K] among copies of a channel."""
-        return values.view(-1, mapping.repeats, mapping.run).amax(1).flatten()
+        def merge(values: Tensor) -> Tensor:
+            """The largest of the values [K] among copies of a channel."""
+            return values.view(-1, mapping.repeats, mapping.run).amax(1).flatten()
 
-    def _fold(self, mapping: SmoothingMapping, statistics: InputStatistics, scales: Tensor) -> InputStatistics:
-        """Multiply the linears' columns by ``scales`` [K] and divide what precedes them: the layer stays the same."""
+        rows = merge(torch.cat([self._weight(name) for name in mapping.linears]).abs().amax(0))
+        by_channel = smoothquant.scales(merge(statistics.absmax), rows, alpha=self.recipe.smoothing)
+        scales = by_channel.view(-1, 1, mapping.run).expand(-1, mapping.repeats, -1).flatten()
         for name in mapping.linears:
             self._scale(f"{name}.weight", "columns", scales)
-        inverse = 1 / self._find_shared_maximum(mapping, scales)
+        inverse = 1 / by_channel
         for name, _ in self.module.get_submodule(mapping.producer).named_parameters():
             self._scale(f"{mapping.producer}.{name}", "rows", inverse)
         return statistics.scale(1 / scales)
@@ -246,7 +237,7 @@ class _Layer:
         quantized = quantize(torch.cat(parameters), grid, self.recipe.scheme, statistics, pruned)
         rows = list(accumulate((len(parameter) for parameter in parameters), initial=0))
         for name, parameter, (start, stop) in zip(names, parameters, pairwise(rows), strict=True):
-            part = quantized.rows(start, stop)
+            part = quantized.rows(slice(start, stop))
             if self.recipe.scheme != "rtn":  # rounding again is faster than reading
                 self.arrays |= arrays_of(f"{self.prefix}{name}.weight", part)
             parameter.data = torch.from_numpy(part.dequantize()).to(self.source.device)
@@ -295,7 +286,9 @@ class _Layer:
         for batch in _batches(hidden):
             out, presents = self.source.run(self.module, batch.to(self.source.device))
             batch.copy_(out)
-            for part, values in _keys_and_values(presents):
+            for name, values in presents.items():
+                if (part := name.rpartition(".")[2]) not in ("key", "value"):
+                    continue
                 largest = values.abs().amax((0, 2))
                 ranges[part] = torch.maximum(ranges.get(part, largest), largest)
         self.arrays |= {f"cache:{part}": values.cpu().numpy() for part, values in ranges.items()}
@@ -377,11 +370,6 @@ def _measure_moment(parts: Iterable[Tensor], inputs: int) -> Tensor:
         if len(rows):
             accumulator.update(rows)
     return accumulator.finish().inputs.moment
-
-
-def _keys_and_values(presents: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Keys and values among a layer's outputs, named ``key`` and ``value``."""
-    return ((end, values) for name, values in presents.items() if (end := name.rpartition(".")[2]) in ("key", "value"))
 
 
 def quantize(weights: Tensor, grid: Grid, scheme: str, statistics: InputStatistics, pruned: bool = False) -> Quantized:

@@ -7,7 +7,7 @@ import codecs
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -74,7 +74,9 @@ def read_samples(
     """
     source = DEFAULT_TEXT if path is None else path
     text, sha256 = _read(source)
-    text = _part(text, held_out) if path is None else text
+    if path is None:  # every fourth paragraph is for evaluation only, since text of the calibration flatters
+        paragraphs = enumerate(text.split("\n\n"))
+        text = "\n\n".join(paragraph for number, paragraph in paragraphs if (number % 4 == 3) == held_out)
     tokenizer = Tokenizer.from_folder(model_folder)
     if _is_jsonl(source):
         prefix, ids = np.array([], np.int64), _conversations(text, source, model_folder, tokenizer)
@@ -99,13 +101,6 @@ def read_samples(
         default=path is None,
         tokens=len(ids),
     )
-
-
-def _part(text: str, held_out: bool) -> str:
-    """Paragraphs of the default text: every fourth one is for evaluation only, since text of the calibration
-    flatters."""
-    paragraphs = enumerate(text.split("\n\n"))
-    return "\n\n".join(paragraph for number, paragraph in paragraphs if (number % 4 == 3) == held_out)
 
 
 def _is_jsonl(path: Path) -> bool:
@@ -155,23 +150,19 @@ def _conversations(text: str, path: Path, folder: Path, tokenizer: Tokenizer) ->
     end = np.array([] if eos is None else [eos], np.int64)
     template = cache(partial(ChatTemplate.from_folder, folder, tokenizer))  # read if a line needs it
     parts: list[Ids] = []
-    for where, entry in _lines(text, path):
-        parts += [end] if parts else []
-        parts.append(_encode(tokenizer, _text_of(entry, path, where, template), path, where))
-    return np.concatenate([end[:0], *parts])  # all lines may be blank
-
-
-def _lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(text.split("\n"), 1):  # str.splitlines also splits at characters inside of JSON
         if not line.strip():
             continue
         where = f"line {number}"
         try:
-            yield where, json.loads(line)
+            entry = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise UsageError(
                 where, f"is not JSON ({getattr(error, 'msg', error)}), expected {_EXPECTED}", path=path
             ) from error
+        parts += [end] if parts else []
+        parts.append(_encode(tokenizer, _text_of(entry, path, where, template), path, where))
+    return np.concatenate([end[:0], *parts])  # all lines may be blank
 
 
 def _text_of(entry: Any, path: Path, where: str, template: Callable[[], ChatTemplate]) -> str:
@@ -225,8 +216,8 @@ def _check_vocabulary(ids: Ids, vocab_size: int, tokenizer: Tokenizer, path: Pat
 
 def _windows(ids: Ids, step: int, samples: int, prefix: Ids) -> Ids:
     """Non-overlapping windows [n, prefix + step], at most ``samples``, evenly spread over the text."""
-    found = len(ids) // step
-    wanted = min(samples, found)
-    chosen = np.arange(wanted) * found // wanted
-    parts = ids[: found * step].reshape(found, step)[chosen]
+    possible = len(ids) // step
+    wanted = min(samples, possible)
+    chosen = np.arange(wanted) * possible // wanted
+    parts = ids[: possible * step].reshape(possible, step)[chosen]
     return np.concatenate([np.tile(prefix, (wanted, 1)), parts], axis=1)

@@ -109,7 +109,7 @@ def evaluate(
         window=text.ids.shape[1],
         reference_perplexity=original.perplexity if unquantized else None,
         phases={phase.value: path.quality for phase, path in paths.items()},
-        greedy_match=float(np.mean([found for found, _ in matches])) if matches else None,
+        greedy_match=float(np.mean([count for count, _ in matches])) if matches else None,
         greedy_tokens=max((length for _, length in matches), default=0),
     )
 

@@ -68,8 +68,8 @@ def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calib
         check_unrounded(quality, order.recipe)
         if text is not None:
             kept = disk_cache.entry("reference", order.export.source.fingerprint)
-            found = evaluate(model, text, reference=order.source, cache=kept, greedy=False, progress=order.progress)
-            quality = replace(found, greedy_match=quality.greedy_match, greedy_tokens=quality.greedy_tokens)
+            judged = evaluate(model, text, reference=order.source, cache=kept, greedy=False, progress=order.progress)
+            quality = replace(judged, greedy_match=quality.greedy_match, greedy_tokens=quality.greedy_tokens)
             seen = partial(_layer_errors, order, folder, manifest, weights, text.ids)
             check(quality, order.recipe, seen)
             disk_cache.prune("reference", KEPT_BYTES)
@@ -135,8 +135,8 @@ def judge_head(order: Order, folder: Path, manifest: Manifest, _: Calibrated) ->
     write_manifest(manifest, folder)
     order.progress("recording what the head computes")
     with load(folder, self_test=False) as model:
-        found = run_head(model.runner.session, manifest)
-    finished = replace(manifest, vectors=tuple(GoldenVector((), tuple(values.tolist())) for values in found))
+        computed = run_head(model.runner.session, manifest)
+    finished = replace(manifest, vectors=tuple(GoldenVector((), tuple(values.tolist())) for values in computed))
     write_manifest(finished, folder)
     return finished
 
@@ -145,11 +145,11 @@ def _layer_errors(
     order: Order, folder: Path, manifest: Manifest, weights: Calibrated, ids: NDArray[np.int64]
 ) -> tuple[LayerError, ...]:
     """Errors of the layers; of a graph for a GPU, computed in float32 like the reference."""
-    if not order.target.has_gpu:
-        return layer_errors(folder, manifest, Reference(order.source), ids[:WINDOWS], order.progress)
     with TemporaryDirectory(prefix=".float32.", dir=folder) as work:
-        stand_in = _in_float32(order, Path(work), manifest, weights)
-        return layer_errors(stand_in, read_bundle(stand_in), Reference(order.source), ids[:WINDOWS], order.progress)
+        if order.target.has_gpu:
+            folder = _in_float32(order, Path(work), manifest, weights)
+            manifest = read_bundle(folder)
+        return layer_errors(folder, manifest, Reference(order.source), ids[:WINDOWS], order.progress)
 
 
 def _open_model(

@@ -22,23 +22,6 @@ UNROUNDED_KL = 1e-4
 UNTRAINED_SHARE = 0.56
 
 
-def find_broken_limits(kl: float, agreement: float, increase: float, budget: Budget) -> list[str]:
-    """For each broken limit the figure found and the one allowed, in words.
-
-    ``kl`` is in nats, ``agreement`` 0 ... 1, ``increase`` that of the perplexity, 0.02 for 2 %.
-    """
-    broken: list[str] = []
-    # Compare so that NaN fails.
-    if budget.max_kl is not None and not kl <= budget.max_kl:
-        broken.append(f"mean KL {kl:.4g}, at most {budget.max_kl:g} is allowed")
-    if budget.min_agreement is not None and not agreement >= budget.min_agreement:
-        broken.append(f"top-1 agreement {agreement:.2%}, at least {budget.min_agreement:.2%} is required")
-    if budget.max_perplexity_increase is not None and not increase <= budget.max_perplexity_increase:
-        allowed = f"at most {budget.max_perplexity_increase:+.2%} is allowed"
-        broken.append(f"perplexity {increase:+.2%}, {allowed}")
-    return broken
-
-
 def violations(quality: Quality, budget: Budget) -> list[tuple[str, str]]:
     """Every broken limit of the budget, and the phase that breaks it, in words."""
     broken: list[tuple[str, str]] = []
@@ -46,7 +29,14 @@ def violations(quality: Quality, budget: Budget) -> list[tuple[str, str]]:
         kl, same = path.mean_kl, path.top1_agreement
         assert kl is not None and same is not None and quality.reference_perplexity is not None
         increase = path.perplexity / quality.reference_perplexity - 1
-        broken += [(text, phase) for text in find_broken_limits(kl, same, increase, budget)]
+        # Compare so that NaN fails.
+        if budget.max_kl is not None and not kl <= budget.max_kl:
+            broken.append((f"mean KL {kl:.4g}, at most {budget.max_kl:g} is allowed", phase))
+        if budget.min_agreement is not None and not same >= budget.min_agreement:
+            broken.append((f"top-1 agreement {same:.2%}, at least {budget.min_agreement:.2%} is required", phase))
+        if budget.max_perplexity_increase is not None and not increase <= budget.max_perplexity_increase:
+            allowed = f"at most {budget.max_perplexity_increase:+.2%} is allowed"
+            broken.append((f"perplexity {increase:+.2%}, {allowed}", phase))
     return broken
 
 

@@ -84,7 +84,8 @@ def run_golden_prompts(model: Generator, export: Path, progress: Progress = sile
         recorded = {phase: model.runner.prefill(prompt, graph=phase)[0, -1].copy() for phase in Phase}
         cases.append(_case(prompt, answer, recorded[Phase.PREFILL], got, wanted))
         others = {phase: [got[phase][len(prompt) - 1], *_other_calls(model, prompt, phase)] for phase in Phase}
-        spreads.append(_measure_spread(recorded, others, list(cases[-1].top_ids)))
+        top = list(cases[-1].top_ids)
+        spreads += [float(np.abs(each - recorded[phase])[top].max()) for phase in Phase for each in others[phase]]
     quality = Quality(
         text=TEXT,
         sha256="",
@@ -187,11 +188,6 @@ def _other_calls(model: Generator, prompt: list[int], graph: Phase) -> Iterator[
         runner.session.run(Batch.of(graph, ids[:, :last], past, none, row))
     both = Batch.of(graph, np.repeat(ids[:, last:], 2, axis=0), np.full(2, last), np.zeros((2, 1), np.int64))
     yield runner.session.run(both)[0, 0].copy()
-
-
-def _measure_spread(recorded: dict[Phase, Float], others: dict[Phase, list[Float]], ids: list[int]) -> float:
-    """The largest difference between a graph's recorded logits of ``ids`` and those of other calls."""
-    return max(float(np.abs((each - recorded[phase])[ids]).max()) for phase in Phase for each in others[phase])
 
 
 def _case(

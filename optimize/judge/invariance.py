@@ -5,7 +5,7 @@ tiles of 64 queries, so calls of 64 k + 1 tokens give other bits for their last 
 runtime that wants equal bits never makes them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -114,24 +114,23 @@ class _Probe:
         pieces = {tokens: self._piece(phase, tokens, most) for tokens in SIZES[1:]}
         outputs = {count: self._piece(phase, most, count) for count in SIZES}
         tokens = _multiple(SIZES[1:], lambda tokens: _same(pieces[tokens], pieces[most], tokens))
-        one, many = steps[_reference(self._rows)], pieces[most]
+        if phase is Phase.PREFILL:  # the weaker of both guarantees
+            longer = self._long_pieces(phase)
+            tokens = max(tokens, longer) if tokens and longer else 0
+        # All other numbers of rows are compared with the largest even one.
+        one, many = steps[max((rows for rows in self._rows if rows % 2 == 0), default=1)], pieces[most]
         return Invariance(
-            rows=_multiple(self._rows, lambda rows: _same(steps[rows], steps[_reference(self._rows)], rows)),
-            tokens=_both(tokens, self._long_pieces(phase)) if phase is Phase.PREFILL else tokens,
+            rows=_multiple(self._rows, lambda rows: _same(steps[rows], one, rows)),
+            tokens=tokens,
             outputs=_multiple(SIZES, lambda count: _same(outputs[count], many, count)),
             single=_same((one[0][:1], one[1][:1]), many, 1) and self._is_alone_alike(phase),
         )
 
     def _is_alone_alike(self, phase: Phase) -> bool:
-        """Compare lone tokens with several behind a long prefix, once where both phases have one graph."""
-        file = self._files[phase]
-        if file not in self._alone:
-            self._alone[file] = self._compare_far(phase)
-        return self._alone[file]
-
-    def _compare_far(self, phase: Phase) -> bool:
         """True if lone tokens behind a long prefix get the bits that several get in one call; beside another row, where
-        rows are computed in pairs."""
+        rows are computed in pairs. Computed once where both phases have one graph."""
+        if (file := self._files[phase]) in self._alone:
+            return self._alone[file]
         count, rows = max(SIZES), min(2, len(self._prefixes))
         past = self._most - count
         text, ends = np.resize(self._text, self._most), np.array([len(prefix) for prefix in self._prefixes[:rows]])
@@ -146,7 +145,8 @@ class _Probe:
                 self._session.cache.write_states(row, int(ends[row]), self._states[row])
             ends[0] = at
             alone.append(self._far(phase, np.full((rows, 1), text[at]), ends, 1)[0])
-        return _same((np.concatenate(alone), self._fill_cache(past, count)), together, count)
+        self._alone[file] = _same((np.concatenate(alone), self._fill_cache(past, count)), together, count)
+        return self._alone[file]
 
     def _far(self, phase: Phase, ids: NDArray[np.int64], past: NDArray[np.int64], outputs: int) -> NDArray[np.float32]:
         """Logits [rows, outputs, vocab] of a call's last ``outputs`` tokens, over the cache as it is."""
@@ -178,8 +178,7 @@ class _Probe:
         wanted = run(self._longest) if self._long else []
 
         def same(tokens: int) -> bool:
-            found = run(tokens)
-            return all(np.array_equal(a[: len(b)], b) for a, b in zip(wanted, found, strict=True))
+            return all(np.array_equal(a[: len(b)], b) for a, b in zip(wanted, run(tokens), strict=True))
 
         return _multiple(self._long, same)
 
@@ -200,13 +199,8 @@ class _Probe:
         return np.stack(self._session.cache.read_blocks(0, 1, past, past + tokens))
 
 
-def _same(found: Values, wanted: Values, count: int) -> bool:
-    return all(np.array_equal(a[:count], b[:count]) for a, b in zip(found, wanted, strict=True))
-
-
-def _reference(sizes: Sequence[int]) -> int:
-    """The largest even size, to which all others are compared; 1 if there is none."""
-    return max((size for size in sizes if size % 2 == 0), default=1)
+def _same(got: Values, wanted: Values, count: int) -> bool:
+    return all(np.array_equal(a[:count], b[:count]) for a, b in zip(got, wanted, strict=True))
 
 
 def _multiple(sizes: Iterable[int], same: Same) -> int:
@@ -215,8 +209,3 @@ def _multiple(sizes: Iterable[int], same: Same) -> int:
     if all(agree.values()):
         return 1
     return 2 if all(good for size, good in agree.items() if size % 2 == 0) else 0
-
-
-def _both(one: int, other: int) -> int:
-    """The weaker of two guarantees."""
-    return max(one, other) if one and other else 0

@@ -5,7 +5,6 @@ ONNX Runtime's CPU kernels compute float16 operators in float32, so running the 
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -26,7 +25,10 @@ def check_range(folder: Path, manifest: Manifest, prompts: Sequence[Sequence[int
     session = open_part(model, folder)
     overflowing: dict[str, None] = {}
     for prompt in prompts:
-        values = session.run(names, _feeds(manifest, model.graph, prompt))
+        count = len(prompt)
+        call = {"input_ids": np.array([prompt]), "past_lengths": np.zeros(1), "logit_indices": np.arange(count)[None]}
+        caches = empty_caches(manifest.geometry.caches, 1, count, manifest.cache)
+        values = session.run(names, complete_feeds(model.graph, call, count) | caches)
         halves = ((name, value) for name, value in zip(names, values, strict=True) if value.dtype == np.float16)
         overflowing |= {name: None for name, value in halves if not np.isfinite(value).all()}
     if overflowing:
@@ -55,10 +57,3 @@ def _expose(graph: ir.Graph) -> list[str]:
                 if not value.is_graph_output():
                     graph.outputs.append(value)
     return names
-
-
-def _feeds(manifest: Manifest, graph: ir.Graph, prompt: Sequence[int]) -> dict[str, Any]:
-    """Inputs of one call with the whole ``prompt`` and an empty cache of as many positions."""
-    count = len(prompt)
-    call = {"input_ids": np.array([prompt]), "past_lengths": np.zeros(1), "logit_indices": np.arange(count)[None]}
-    return complete_feeds(graph, call, count) | empty_caches(manifest.geometry.caches, 1, count, manifest.cache)

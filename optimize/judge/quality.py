@@ -60,15 +60,12 @@ def compare(reference: Float, candidate: Float) -> tuple[Double, NDArray[np.bool
     """KL(reference || candidate) in nats of logits [n, V], and whether both have the same most likely token: [n]
     each."""
     assert reference.shape == candidate.shape
-    parts = [_divergence(reference[rows], candidate[rows]) for rows in _spans(len(reference))]
+    parts: list[Double] = []
+    for rows in _spans(len(reference)):
+        p, q = log_softmax(reference[rows]), log_softmax(candidate[rows])
+        q -= p
+        parts.append(-np.einsum("nv,nv->n", np.exp(p, out=p), q))
     return np.concatenate(parts), reference.argmax(axis=1) == candidate.argmax(axis=1)
-
-
-def _divergence(reference: Float, candidate: Float) -> Double:
-    p, q = log_softmax(reference), log_softmax(candidate)
-    q -= p
-    divergence: Double = -np.einsum("nv,nv->n", np.exp(p, out=p), q)
-    return divergence
 
 
 def negative_log_likelihood(logits: Float, targets: NDArray[np.int64]) -> float:

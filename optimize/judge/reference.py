@@ -8,7 +8,6 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from zipfile import BadZipFile
@@ -23,7 +22,7 @@ from llmc.bundle import ExportManifest, read_export
 from llmc.bundle.contract import INPUTS
 from llmc.bundle.model.cache import Cache
 from llmc.bundle.model.names import EMBEDDING, HEAD, PER_LAYER, POSITIONS
-from llmc.exported import Weight, in_parallel, pieces, rows_of, sizes
+from llmc.exported import in_parallel, pieces, rows_of, sizes
 from llmc.ggml import LAYOUTS
 from llmc.optimize.lower.raising import find_weight
 from llmc.optimize.lower.rewrite import read_graph, sole_consumer
@@ -55,10 +54,6 @@ class Reference:
     @property
     def _head(self) -> ir.Node:
         return next(node for node in self._model.graph if node.name == HEAD)
-
-    def logits(self, sequences: Sequence[Sequence[int]], progress: Progress = silent) -> list[Float]:
-        """Logits after every token of each sequence: float32 [len(sequence), V] each, in one pass over the weights."""
-        return [self.project(rows) for rows in self.compute_normed(sequences, progress)]
 
     def compute_normed(self, sequences: Sequence[Sequence[int]], progress: Progress = silent) -> list[Float]:
         """Inputs of the head for every token of each sequence: float32 [len(sequence), H] each, for :meth:`project`.
@@ -110,14 +105,6 @@ class Reference:
         source, geometry = self._head.inputs[0], self.manifest.geometry
         assert source is not None and source.name is not None
         return self._run({f"hidden.{geometry.layers}": hidden, **self._feed(hidden)}, source.name)
-
-    def run_layer(self, layer: int, hidden: Float, more: dict[str, Any], shared: list[str]) -> list[Float]:
-        """Run one layer on hidden states [B, S, H] and ``more`` that it reads; hidden states after it, and its caches
-        called ``shared``."""
-        rows, tokens, _ = hidden.shape
-        pasts = empty_caches(self.manifest.geometry.caches_of(layer), rows, tokens, "float32")
-        feeds = {f"hidden.{layer}": hidden, **self._feed(hidden), **more, **pasts}
-        return self._run_all(feeds, [f"hidden.{layer + 1}", *shared])
 
     def _feed(self, hidden: Float) -> dict[str, NDArray[Any]]:
         """Feeds of a plain call of as many tokens as hidden states [B, S, H], for the logits of all."""
@@ -183,19 +170,22 @@ class LayerCalls:
         geometry = self._reference.manifest.geometry
         shared = {name for item in geometry.attentions for name in [item.cache] if not item.writes}
         written = [name for cache in geometry.caches_of(layer) if cache.name in shared for name in cache.outputs]
-        self.hidden, *kept = self._reference.run_layer(layer, self.hidden, self.more(layer), written)
+        rows, tokens = self._ids.shape
+        pasts = empty_caches(geometry.caches_of(layer), rows, tokens, "float32")
+        feeds = {f"hidden.{layer}": self.hidden, **self._reference._feed(self.hidden), **self.more(layer), **pasts}
+        self.hidden, *kept = self._reference._run_all(feeds, [f"hidden.{layer + 1}", *written])
         self._kept |= dict(zip(written, kept, strict=True))
         return self.hidden
 
     def more(self, layer: int) -> dict[str, Any]:
         """Return what the layer reads beside hidden states and caches of its own."""
-        geometry, found = self._reference.manifest.geometry, dict[str, Any]()
+        geometry, inputs = self._reference.manifest.geometry, dict[str, Any]()
         if geometry.per_layer:
             name, known = f"per_layer.{layer}", self._reference.look_up(PER_LAYER, self._ids)
-            found[name] = self._reference._run({**known, "hidden.0": self._embedded}, name)
+            inputs[name] = self._reference._run({**known, "hidden.0": self._embedded}, name)
         for cache in geometry.source_of(layer):
-            found |= {name: self._kept[name] for name in cache.outputs}
-        return found
+            inputs |= {name: self._kept[name] for name in cache.outputs}
+        return inputs
 
 
 def complete_feeds(graph: ir.Graph, feeds: Mapping[str, NDArray[Any]], positions: int = 0) -> dict[str, NDArray[Any]]:
@@ -225,7 +215,7 @@ def _read_blocks(part: ir.Model) -> dict[str, Float]:
     for node in [node for node in part.graph if node.op_type in LAYOUTS]:
         blocks, [output] = find_weight(node.outputs[0]), node.outputs
         spans = pieces(sizes(blocks))
-        floats = np.concatenate(list(in_parallel(partial(_read_span, blocks), spans)))
+        floats = np.concatenate(list(in_parallel(lambda span: rows_of(blocks, *span), spans)))  # noqa: B023 - done here
         value = ir.val(str(output.name), shape=ir.Shape(floats.shape), type=ir.TensorType(ir.DataType.FLOAT))
         output.replace_all_uses_with(value)
         output.name = f"{value.name}.packed"
@@ -234,10 +224,6 @@ def _read_blocks(part: ir.Model) -> dict[str, Float]:
     if fed:
         common_passes.RemoveUnusedNodesPass()(part)
     return fed
-
-
-def _read_span(tensor: Weight, span: tuple[int, int]) -> Float:
-    return rows_of(tensor, *span)
 
 
 def open_part(part: ir.Model, folder: Path) -> Any:
@@ -284,13 +270,13 @@ def keep_states(
         if path is not None:
             with path.open("rb") as file:
                 return cast("Float", np.load(file, allow_pickle=False))
-    found: Float = np.stack(reference.compute_normed(windows.tolist(), progress))
+    states: Float = np.stack(reference.compute_normed(windows.tolist(), progress))
     with suppress(OSError):  # if the cache cannot be written, the next run computes them again
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with disk_cache.write_entry(path) as staging:
-                np.save(staging, found)
-    return found
+                np.save(staging, states)
+    return states
 
 
 def _key(reference: Reference, windows: Ids) -> str:

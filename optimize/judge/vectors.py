@@ -33,10 +33,7 @@ def run_golden_vectors(
     together = model.encode(texts)
     wanted = Reference(export).results(texts, progress)
     return (
-        tuple(
-            GoldenVector(tuple(ids), tuple(found[:KEPT_VALUES].tolist()))
-            for ids, found in zip(texts, alone, strict=True)
-        ),
+        tuple(GoldenVector(tuple(ids), tuple(it[:KEPT_VALUES].tolist())) for ids, it in zip(texts, alone, strict=True)),
         max(difference(one, other) for one, other in zip(alone, together, strict=True)),
         _similarity(np.stack(alone), np.stack(wanted)),
     )

@@ -12,7 +12,7 @@ from llmc.bundle import Geometry, Limits, Recipe
 from llmc.bundle.model.attention import Attention
 from llmc.bundle.model.encoder import SCORE
 from llmc.bundle.model.experts import Experts
-from llmc.bundle.model.linear import Codes, Linear
+from llmc.bundle.model.linear import Linear
 from llmc.bundle.model.names import EMBEDDING, HEAD, SENSITIVE
 from llmc.errors import BuildError, UsageError
 from llmc.exported import CodedTensor
@@ -242,7 +242,10 @@ def _find_own_grid(linear: Linear | Experts, single: bool) -> WeightOnly | Mxfp4
     codes = linear.codes
     assert codes is not None
     if isinstance(linear, Experts):
-        return Mxfp4() if codes.kind == "mxfp4" else _find_expert_grid(codes)
+        if codes.kind == "mxfp4":
+            return Mxfp4()
+        # Minima become zero points, which a 4-bit grid needs.
+        return WeightOnly(Grid(codes.bits, codes.block, codes.bits == 8 or not (codes.zero_points or codes.offsets)))
     row = codes.block == linear.inputs
     if single and codes.bits == 8 and row and not codes.zero_points:
         return WeightOnly(Grid(8, positive=True))
@@ -257,11 +260,6 @@ def _find_own_grid(linear: Linear | Experts, single: bool) -> WeightOnly | Mxfp4
             f"build with --int{codes.bits}, which chooses them anew",
         )
     return WeightOnly(Grid(codes.bits, block, not codes.zero_points, single, codes.offsets))
-
-
-def _find_expert_grid(codes: Codes) -> WeightOnly:
-    """The grid of experts that are stored as integers: minima become zero points, which a 4-bit grid needs."""
-    return WeightOnly(Grid(codes.bits, codes.block, codes.bits == 8 or not (codes.zero_points or codes.offsets)))
 
 
 def shares_head(recipe: Recipe, geometry: Geometry) -> bool:

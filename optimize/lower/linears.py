@@ -34,10 +34,11 @@ def replace_gather(graph: ir.Graph, name: str, rows: Callable[[Emitter, Weight],
     return count
 
 
-def inline_vector(graph: ir.Graph, value: ir.Value, context: LoweringContext) -> None:
-    """Let what reads a small weight read a part of the graph, in float32."""
-    inline = constant(graph, f"{value.name}.float32", context.calibrated.rows(find_vector(value)).astype(np.float32))
-    replace_weight(value, inline)
+def inline_vectors(graph: ir.Graph, names: list[str], context: LoweringContext) -> None:
+    """Make these small weights, as far as the graph has them, part of the graph, in float32."""
+    for value in filter(None, map(graph.initializers.get, names)):
+        values = context.calibrated.rows(find_vector(value)).astype(np.float32)
+        replace_weight(value, constant(graph, f"{value.name}.float32", values))
 
 
 def replace_weight(value: ir.Value, other: ir.Value) -> None:

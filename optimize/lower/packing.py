@@ -36,13 +36,10 @@ def _pack(graph: ir.Graph, context: LoweringContext, *, floats: bool) -> int:
         for _, group in groupby(readers, lambda linear: linear.name.rpartition(".")[0]):
             listed = list(group)
             parts = [Linear.of(nodes[linear.name]) for linear in listed if linear.name in nodes]
-            if len(parts) == len(listed) > 1 and _belong_together(parts, context, floats):
+            configs = {context.quant.of(part.module) for part in parts}
+            seen = {(id(part.node.inputs[0]), bool(part.biases)) for part in parts}
+            together = len(parts) == len(listed) > 1 and len(seen) == len(configs) == 1
+            if together and (floats or not isinstance(configs.pop(), Computed)):
                 pack(parts)
                 count += 1
     return count
-
-
-def _belong_together(parts: list[Linear], context: LoweringContext, floats: bool) -> bool:
-    configs = {context.quant.of(part.module) for part in parts}
-    seen = {(id(part.node.inputs[0]), bool(part.biases)) for part in parts}
-    return len(seen) == len(configs) == 1 and (floats or not isinstance(configs.pop(), Computed))

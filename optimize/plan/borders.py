@@ -43,11 +43,11 @@ def choose_borders(
         """The share of the fullest box from ``box`` on, which begins with the layer ``first``; and the ends."""
         if not (left := len(boxes) - box - 1):
             return plan(first, geometry.layers).total(limits.max_context) / (boxes[box] or 1), (geometry.layers,)
-        found = []
+        cuts = []
         for end in range(first + 1, geometry.layers - left + 1):
             share, (rest, later) = plan(first, end).total(limits.max_context) / (boxes[box] or 1), best(end, box + 1)
-            found.append((max(share, rest), (end, *later)))
-        return min(found)
+            cuts.append((max(share, rest), (end, *later)))
+        return min(cuts)
 
     fullest, ends = best(0, 0)
     cuts = [Cut(range(*pair), plan(*pair)) for pair in zip((0, *ends[:-1]), ends, strict=True)]

@@ -55,7 +55,7 @@ WIDE_ARRAYS, NARROW_ARRAYS = 2 * 3, 2 * 4
 # The engine's logits, and probabilities and their order while sampling.
 LOGITS_COPIES = 3
 
-# What a build adds: onnx, onnx-ir, the graphs, click and rich.
+# A build adds: onnx, onnx-ir, the graphs, click and rich.
 BUILDER = 35 * MB
 TORCH = 260 * MB
 # GPTQ factorizes the widest moment, which is turned for prompts: besides, it holds that reversed, its factor, and the
@@ -75,7 +75,7 @@ EXPERT_STEPS = 4
 # TensorRT-RTX 1.7's builder with its kernels, and what it holds of each byte of weights beside the mapped file: slopes
 # between one layer and three of an 8B model. Floats are laid out anew, nibbles unpacked.
 ENGINE_LIBRARY = 350 * MB
-# What the driver, the engine's library and its kernels take of the machine's own memory beside a GPU; not measured yet.
+# Memory of the machine, not the GPU, that the driver, the engine's library and its kernels take; not measured yet.
 HOST = 600 * MB
 ENGINE_COPIES = {"int8": 1.1, "int4": 2.0}
 ENGINE_FLOAT_COPIES = 1.7
@@ -123,12 +123,6 @@ def expert_bytes(item: Experts, config: QuantConfig) -> int:
     return round(stored * (EXPERT_COPIES if isinstance(config, WeightOnly) and not apart else 1))
 
 
-def mapped_expert_bytes(geometry: Geometry, recipe: Recipe) -> int:
-    """Bytes of experts that kernels read in the mapped file, once for all graphs."""
-    stored = next(iter(quant_configs(recipe, geometry).values()))
-    return sum(_coded_bytes(item) for item in geometry.mixtures if stored.stored(item.name) == Mxfp4())
-
-
 def _coded_bytes(item: Experts) -> int:
     """Two codes in a byte, and a byte for each block."""
     return item.size // 2 + (item.size // item.codes.block if item.codes else 0)
@@ -143,12 +137,6 @@ def weight_bytes(geometry: Geometry, recipe: Recipe, copies: int = 1) -> dict[st
         + (rotation if recipe.rotates(phase) else 0)
         for phase, stored in quant_configs(recipe, geometry).items()
     }
-
-
-def adapter_graph_bytes(geometry: Geometry, recipe: Recipe) -> int:
-    """Bytes of the weights of the graph for adapters: packed once more for its kernels."""
-    *_, found = weight_bytes(geometry, without_rotation(recipe), BLOCK_COPIES).values()
-    return found
 
 
 def bundle_bytes(geometry: Geometry, recipe: Recipe, limits: Limits, tokenizer_bytes: int) -> int:
@@ -217,6 +205,9 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         for forms in [{choose_table_config(each, geometry, table) for each in graphs.values()}]
     }
     experts = sum(expert_bytes(it, stored.stored(it.name)) for stored in graphs.values() for it in geometry.mixtures)
+    first = next(iter(graphs.values()))
+    # Kernels read them in the mapped file, once for all graphs.
+    mapped = sum(_coded_bytes(item) for item in geometry.mixtures if first.stored(item.name) == Mxfp4())
     shared = 0
     if shares_head(recipe, geometry):
         shared = linear_bytes(geometry.linear[HEAD], graphs["decode"].of(HEAD), copies=BLOCK_COPIES)
@@ -236,14 +227,14 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         Part("tokenizer", TOKENIZER_FACTOR * tokenizer_bytes),
         Part("weights", sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()) - experts - shared, of_layers=True),
         Part("experts", experts, of_layers=True),
-        Part("mapped experts", mapped_expert_bytes(geometry, recipe), of_layers=True),
+        Part("mapped experts", mapped, of_layers=True),
         Part("embedding", tables[EMBEDDING], of_layers=True),
         Part("workspace", activation_bytes(geometry, chunk, 4), per_length=per_length),
         *_plan_caches(geometry, CACHE_BYTES[recipe.cache_type()], chunk),
         Part("logits", per_row=logits),
         *_plan_adapters(geometry, limits, recipe),
         Part("per-layer table", tables.get(PER_LAYER, 0), beside=True),
-        *_plan_tower(geometry, limits, choose_tower_configs(next(iter(graphs.values())))),
+        *_plan_tower(geometry, limits, choose_tower_configs(first)),
     )
 
 
@@ -262,8 +253,8 @@ def _plan_adapters(geometry: Geometry, limits: Limits, recipe: Recipe) -> Iterat
     if limits.adapters:
         opened = [linear for linear in geometry.linears if linear.is_open]
         factors = 4 * limits.rank * sum(linear.inputs + linear.outputs for linear in opened)
-        graph = OPENED_GRAPH + adapter_graph_bytes(geometry, recipe)
-        yield Part("adapters", graph + limits.adapters * factors, per_row=factors)
+        *_, weights = weight_bytes(geometry, without_rotation(recipe), BLOCK_COPIES).values()  # packed once more
+        yield Part("adapters", OPENED_GRAPH + weights + limits.adapters * factors, per_row=factors)
 
 
 def _plan_tower(geometry: Geometry, limits: Limits, stored: QuantConfigs) -> Iterator[Part]:

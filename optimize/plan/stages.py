@@ -34,14 +34,8 @@ def plan_stages(
         check_context(given, geometry.max_positions)
     exporting = [] if (path / EXPORT_MANIFEST).exists() else [export_plan(geometry, _tokenizer_bytes(path), copied)]
     abilities = capabilities_for(request.target, request.gpu_memory if gpu_memory is None else gpu_memory)
-    return [*exporting, *_of_build(request, geometry, abilities, unified)]
-
-
-def _of_build(
-    request: BuildRequest, geometry: Geometry, abilities: Capabilities, unified: bool
-) -> list[MemoryEstimate]:
     chosen, limits = settle(request, geometry, abilities)
-    path, boxes = request.source, request.stages or ()
+    boxes = request.stages or ()
     tokenizer, windows, batch = _tokenizer_bytes(path), (DEFAULT_SAMPLES, DEFAULT_LENGTH), limits.max_batch
     wider = replace(limits, max_batch=LARGEST_BATCH)
     cuts = choose_borders(geometry, limits, chosen, tokenizer, boxes) if boxes else []
@@ -56,12 +50,14 @@ def _of_build(
             plan_run(cut.memory, wider, limits.max_context, batch).of_stage(number, cut.layers, box)
             for number, (cut, box) in enumerate(zip(cuts, boxes, strict=True))
         ]
-        return [replace(build, seconds=seconds, writes=on_disk, precision=chosen.precision), *(runs or [run])]
+        build = replace(build, seconds=seconds, writes=on_disk, precision=chosen.precision)
+        return [*exporting, build, *(runs or [run])]
     device = device_plan(geometry, limits, chosen)
     on_disk = tokenizer + device["weights"].fixed * (2 if abilities.makes_engine else 1)  # an engine holds them again
     one_memory = unified and abilities.makes_engine  # the engine's builder runs kernels on the GPU
     build = plan_build(geometry, chosen, limits, tokenizer, *windows, device=device, one_memory=one_memory)
     return [
+        *exporting,
         replace(build, writes=on_disk, precision=chosen.precision),
         plan_run(host_plan(geometry, tokenizer), wider, limits.max_context, batch),
         plan_device(device, wider, limits.max_context, batch),

@@ -16,7 +16,7 @@ Source: AWQ searches the clip of a group by the error of its output (Lin et al. 
 import torch
 from torch import Tensor
 
-from llmc.optimize.quantize.grid import SMALLEST_SCALE, Grid, Quantized
+from llmc.optimize.quantize.grid import SMALLEST_SCALE, Grid
 from llmc.optimize.quantize.rtn import CLIP_RATIOS
 
 # Added to a block's diagonal, as a share of H's mean: where inputs were never seen, weights count as in plain rounding.
@@ -101,15 +101,3 @@ def nearest(weights: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> Tenso
     if grid.symmetric:
         return steps.clamp_(grid.low, grid.high)
     return steps.clamp_(grid.low - zeros, grid.high - zeros)
-
-
-def make_quantized(steps: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> Quantized:
-    """Steps c = q - z [N, K], scales and zero points [N, groups] as arrays on ``grid``."""
-    inputs = steps.shape[1]
-    values = steps + zeros.repeat_interleave(grid.width(inputs), 1)[:, :inputs]
-    return Quantized(
-        values.to(torch.int8).cpu().numpy(),
-        scales.cpu().numpy(),
-        grid,
-        None if grid.symmetric else zeros.to(torch.int8).cpu().numpy(),
-    )

@@ -58,7 +58,14 @@ def quantize(weights: Tensor, inputs: Inputs, grid: Grid, pruned: bool = False) 
     weights = weights.float()
     scales, zeros = clip.search(weights, inputs.moment, grid)
     kept = weights.T[inputs.order] != 0 if pruned else None
-    return clip.make_quantized(_round_in_turn(weights, scales, zeros, grid, inputs, kept), scales, zeros, grid)
+    steps, width = _round_in_turn(weights, scales, zeros, grid, inputs, kept), weights.shape[1]
+    values = steps + zeros.repeat_interleave(grid.width(width), 1)[:, :width]
+    return Quantized(
+        values.to(torch.int8).cpu().numpy(),
+        scales.cpu().numpy(),
+        grid,
+        None if grid.symmetric else zeros.to(torch.int8).cpu().numpy(),
+    )
 
 
 def _round_in_turn(
@@ -75,10 +82,10 @@ def _round_in_turn(
         wanted.addmm_(factor[:start, start : start + LAZY_BLOCK].T, errors[:start])
         for i, channel in enumerate(order[start : start + LAZY_BLOCK]):
             group = channel // grid.width(len(order))
-            found = torch.mul(wanted[i], inverses[group], out=steps[channel]).round_().clamp_(low[group], high[group])
+            rounded = torch.mul(wanted[i], inverses[group], out=steps[channel]).round_().clamp_(low[group], high[group])
             if kept is not None:
-                found *= kept[start + i]
-            error = errors[start + i].addcmul_(found, scales[group], value=-1)
+                rounded *= kept[start + i]
+            error = errors[start + i].addcmul_(rounded, scales[group], value=-1)
             wanted[i + 1 :].addr_(factor[start + i, start + i + 1 : start + LAZY_BLOCK], error)
     return steps.T
 

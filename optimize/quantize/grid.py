@@ -91,11 +91,9 @@ class Quantized:
             return self.values * scales
         return np.subtract(self.values, self._per_input(self.zero_points), dtype=np.int16) * scales
 
-    def rows(self, start: int, stop: int) -> "Quantized":
-        span, zeros = slice(start, stop), self.zero_points
-        return replace(
-            self, values=self.values[span], scales=self.scales[span], zero_points=None if zeros is None else zeros[span]
-        )
+    def rows(self, places: slice | NDArray[np.int64]) -> "Quantized":
+        zeros = None if self.zero_points is None else self.zero_points[places]
+        return replace(self, values=self.values[places], scales=self.scales[places], zero_points=zeros)
 
     def _per_input(self, per_group: NDArray[T]) -> NDArray[T]:
         """[N, groups] -> [N, K]."""

@@ -65,7 +65,10 @@ def _search(groups: Float, grid: Grid) -> tuple[np.ndarray, Float, np.ndarray]:
     best_scale = np.zeros_like(unclipped)
     best_values = np.zeros(groups.shape, np.int8)
     for ratio in CLIP_RATIOS[grid.bits]:
-        _round(groups, unclipped * np.float32(ratio), zeros, grid, candidate)
+        scales = unclipped * np.float32(ratio)
+        inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
+        np.rint(np.multiply(groups, inverse, out=candidate), out=candidate)
+        np.clip(candidate, grid.low - zeros, grid.high - zeros, out=candidate)  # steps c = q - z
         projection = np.einsum("gw,gw->g", groups, candidate)
         norm = np.maximum(np.einsum("gw,gw->g", candidate, candidate), 1.0)
         better = projection * projection / norm > best_gain
@@ -88,10 +91,3 @@ def whole_range(groups: Float, grid: Grid) -> tuple[Float, Float]:
     scales = (np.maximum(groups.max(axis=1, keepdims=True), 0) - lowest) / np.float32(grid.high - grid.low)
     below = np.divide(lowest, scales, out=np.zeros_like(scales), where=scales != 0)
     return scales, np.clip(np.rint(grid.low - below), grid.low, grid.high) * (scales != 0)
-
-
-def _round(groups: Float, scales: Float, zeros: Float, grid: Grid, out: Float) -> None:
-    """Steps c = q - z [G, W] nearest to the weights."""
-    inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
-    np.rint(np.multiply(groups, inverse, out=out), out=out)
-    np.clip(out, grid.low - zeros, grid.high - zeros, out=out)

@@ -24,7 +24,7 @@ from llmc.strict import parse_toml, read_bytes
 # 8 bits a rotated stream loses as little in blocks of 64, which take a tenth less time, and so do 4 bits by GPTQ.
 PLAIN_BLOCK, WIDER_BLOCK = 32, 64
 BLOCKS = (32, 64, 128, 256)
-# Of 0.5 to 0.7 the KL of prompts is the same, of 0.85 half as much again (SmolLM2-135M, unrotated).
+# The KL of prompts is the same from 0.5 to 0.7, and half as much again at 0.85 (SmolLM2-135M, unrotated).
 DEFAULT_SMOOTHING = 0.6
 # Positions of a rotary table are the only cost of a long context before it is used.
 DEFAULT_CONTEXT = 32768
@@ -127,7 +127,7 @@ class Request:
         return replace(self, **taken | given)
 
     def features(self, target: Capabilities) -> list[str]:
-        """What it asks for, as keys of :data:`llmc.bundle.model.kinds.FEATURES`."""
+        """The features that the request asks for, as keys of :data:`llmc.bundle.model.kinds.FEATURES`."""
         cache = self.cache or ""
         given = {
             "gpu": target.has_gpu,
@@ -371,7 +371,7 @@ def resolve(
         smoothing=check_between(
             "smoothing", either(request.smoothing, DEFAULT_SMOOTHING if smooths else 0.0), 0.0, 1.0
         ),
-        cache=_cache(request.cache, compute, target),
+        cache=_one_of("cache", either(request.cache, compute), (compute,) if target.has_gpu else (*target.caches,)),
         layers=layers,
         budget=_budget(request.budget or Budget()),
         calibration=None,
@@ -445,11 +445,6 @@ def _compute(asked: str | None, precision: str, target: Capabilities) -> str:
     return str(_one_of("compute", either(asked, follows or target.computes[0]), target.computes))
 
 
-def _cache(asked: str | None, compute: str, target: Capabilities) -> str:
-    allowed = (compute,) if target.has_gpu else tuple(target.caches)
-    return str(_one_of("cache", either(asked, compute), allowed))
-
-
 def _list_rotated(phases: str, activations: str, eight: bool) -> tuple[str, ...]:
     """The phases whose graph rotates the residual stream: W8A8's, and both where decode has ``eight`` bits, to which
     weights are rounded without a text."""
@@ -510,10 +505,10 @@ def _activations(asked: str | None, phases: str, stored: set[str], target: Capab
                 "leave it out",
             )
         return either(asked, takes[spread and len(takes) - 1])
-    found = str(_one_of("activations", either(asked, target.activations[0]), target.activations))
-    if phases == "single" and found == "static" and "int8" not in stored:
+    chosen = str(_one_of("activations", either(asked, target.activations[0]), target.activations))
+    if phases == "single" and chosen == "static" and "int8" not in stored:
         raise UsageError("activations", "is 'static', which goes with int8 weights, and there are none")
-    return found
+    return chosen
 
 
 def _budget(budget: Budget) -> Budget:

@@ -48,11 +48,6 @@ class _Work:
     output: Path
     profiles: Sequence[Ranges]
 
-    @property
-    def names_gpus(self) -> bool:
-        """True for TensorRT-RTX, which builds for named GPUs and measures nothing."""
-        return bool(nameable_gpus(self.spec.library))
-
 
 def build_engine(
     spec: EngineSpec, graph: Path, output: Path, profiles: Sequence[Ranges], *, progress: Progress = silent
@@ -141,8 +136,11 @@ def _config(work: _Work, monitor: Monitor) -> Any:
         config.set_memory_pool_limit(library.MemoryPoolType.WORKSPACE, asked.workspace)
     if asked.optimization_level is not None:
         config.builder_optimization_level = asked.optimization_level
-    if work.names_gpus:
-        _set_gpus(config, library, asked.compute_capabilities)
+    named = asked.compute_capabilities if nameable_gpus(library) else ()
+    if named:  # else TensorRT-RTX builds for all from Ampere on
+        config.num_compute_capabilities = len(named)
+    for index, capability in enumerate(named):
+        config.set_compute_capability(getattr(library.ComputeCapability, f"SM{capability.replace('.', '')}"), index)
     config.progress_monitor = monitor.native(library)
     for ranges in work.profiles:
         profile = work.builder.create_optimization_profile()
@@ -153,11 +151,3 @@ def _config(work: _Work, monitor: Monitor) -> Any:
         if config.add_optimization_profile(profile) < 0:
             raise BuildError(f"the builder refuses the profile {dict(ranges)}")
     return config
-
-
-def _set_gpus(config: Any, library: Any, wanted: Sequence[str]) -> None:
-    if not wanted:  # TensorRT-RTX builds for all from Ampere on
-        return
-    config.num_compute_capabilities = len(wanted)
-    for index, capability in enumerate(wanted):
-        config.set_compute_capability(getattr(library.ComputeCapability, f"SM{capability.replace('.', '')}"), index)

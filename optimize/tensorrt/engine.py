@@ -27,7 +27,9 @@ def compile_engine(spec: EngineSpec, graph: Path, geometry: Geometry, progress: 
     if spec.library is None:
         return config
     if config.workspace is None and spec.gpu is not None and spec.gpu.integrated:
-        spec = replace(spec, config=replace(config, workspace=estimate_workspace(config, geometry)))
+        # Scores of the largest call: chunk x context x heads.
+        scores = SCORES * config.prefill.sequence * config.buckets[-1] * geometry.most_heads
+        spec = replace(spec, config=replace(config, workspace=max(LEAST_WORKSPACE, scores)))
     report = build_engine(spec, graph, folder / ENGINE_FILE, profiles_of(config), progress=progress)
     wanted = 2 * len(geometry.caches)
     if len(report.aliases) != wanted:
@@ -41,11 +43,6 @@ def compile_engine(spec: EngineSpec, graph: Path, geometry: Geometry, progress: 
         log.warning("%s warned while it built (%s); all is in %s", spec.library.__name__, notable[0], LOG_FILE)
     (folder / LOG_FILE).write_text(transcript(report.messages), encoding="utf-8")
     return replace(config, file=ENGINE_FILE, log=LOG_FILE, attention=report.attention)
-
-
-def estimate_workspace(config: EngineConfig, geometry: Geometry) -> int:
-    """Bytes of scratch memory for the largest call: chunk x context x heads."""
-    return max(LEAST_WORKSPACE, SCORES * config.prefill.sequence * config.buckets[-1] * geometry.most_heads)
 
 
 def profiles_of(config: EngineConfig) -> tuple[Ranges, Ranges]:

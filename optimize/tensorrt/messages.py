@@ -24,7 +24,7 @@ OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory|FAILED_ALLOCATION|insuffi
 NO_WORKSPACE = re.compile(r"insufficient workspace|within workspace limit", re.IGNORECASE)
 # Attention that must not be decomposed and for which no kernel fits (TensorRT-RTX 1.7.1, NvInfer.h of TensorRT 11).
 NO_KERNEL = re.compile(r"not supported by a dedicated kernel", re.IGNORECASE)
-SAID_AT_MOST = 4
+NAMED_AT_MOST = 4
 
 
 def list_dropped(messages: Sequence[Message]) -> list[str]:
@@ -62,7 +62,7 @@ def failure(what: str, messages: Sequence[Message], workspace: int | None = None
     errors = list(dict.fromkeys(message.text.strip() for message in messages if message.is_error))
     if errors and not NO_DRIVER.search(errors[0]):
         errors = [error for error in errors if not NO_DRIVER.search(error)]  # its aftermath where there is no driver
-    reason = "; ".join(errors[:SAID_AT_MOST]) or "it said nothing"
+    reason = "; ".join(errors[:NAMED_AT_MOST]) or "it said nothing"
     if workspace is not None and NO_WORKSPACE.search(reason):
         return ResourceError(
             f"{what} found no kernel within a workspace of {workspace} bytes: {reason}; allow more with workspace in "

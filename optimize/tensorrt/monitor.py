@@ -26,7 +26,7 @@ class Monitor:
         self.stopped = False
         self._progress = progress
         self._spans: dict[str, tuple[float, float]] = {}  # where a phase's next step begins, and how long a step is
-        self._told = 0.0
+        self._shown = 0.0
 
     def stop(self) -> None:
         self.stopped = True
@@ -38,17 +38,17 @@ class Monitor:
 
     def step_complete(self, name: str, step: int) -> bool:
         """A step of a phase is done; whether to go on."""
-        start, length = self._spans.get(name, (self._told, 0.0))
+        start, length = self._spans.get(name, (self._shown, 0.0))
         self._spans[name] = (start + length, length)
-        self._tell(start + length)
+        self._show(start + length)
         return not self.stopped
 
-    def _tell(self, share: float) -> None:
-        if share < self._told + RESOLUTION:
+    def _show(self, share: float) -> None:
+        if share < self._shown + RESOLUTION:
             return
-        self._told = min(share, 1.0)
+        self._shown = min(share, 1.0)
         try:
-            self._progress(STEP, self._told)
+            self._progress(STEP, self._shown)
         except BaseException as error:  # noqa: BLE001 - raised again once the library has returned
             self.error = self.error or error
             self.stop()

@@ -65,7 +65,7 @@ def resolve_engine(
     stored = recipe.precisions()
     own = {f"int{it.codes.bits}" for it in geometry.linears if it.codes} if "source" in stored else set()
     precisions = (stored - {"source"}) | own | {COMPUTES[recipe.compute]}
-    library = None if request.deferred else load_library(target.engine)
+    library: Any = None if request.deferred else load_library(target.engine)
     buckets = bucket_sizes(limits.max_context)
     gpu = next(iter(probe_driver().devices), None) if library is not None else None
     wanted = _compute_capabilities(request.compute_capabilities, library, target, precisions, gpu)
@@ -74,7 +74,9 @@ def resolve_engine(
     if bound or here:
         _refuse_old(target, gpu, precisions)
     if bound:
-        flags = _try_flags(library, gpu)
+        flags = compiler_flags(library_version(library), gpu.compute_capability) if gpu is not None else ""
+        with use_flags(flags):  # a library that cannot make a builder is refused before hours of calibration
+            make_object(library, library.Builder)
         wanted = (gpu.compute_capability,) if gpu is not None else ()
     effort, memory = request.optimization_level, request.workspace
     config = EngineConfig(
@@ -92,8 +94,8 @@ def resolve_engine(
     )
     if gpu is not None:
         _warn_of_other(gpu, config, library, target)
-    found = library_version(library) if library is not None else "none"
-    return EngineSpec(library, found, gpu, config, recipe.sparsity == TWO_OF_FOUR)
+    installed = library_version(library) if library is not None else "none"
+    return EngineSpec(library, installed, gpu, config, recipe.sparsity == TWO_OF_FOUR)
 
 
 def bucket_sizes(max_context: int) -> tuple[int, ...]:
@@ -131,15 +133,6 @@ def _compute_capabilities(
                 f"has {part!r}, {target.engine} builds {', '.join(sorted(wanted))} for {', '.join(possible)}",
             )
     return listed
-
-
-def _try_flags(library: Any, gpu: Device | None) -> str:
-    """The flags for the library's compiler, with which it has made a builder: one that cannot is refused now, and not
-    after hours of calibration."""
-    flags = compiler_flags(library_version(library), gpu.compute_capability) if gpu is not None else ""
-    with use_flags(flags):
-        make_object(library, library.Builder)
-    return flags
 
 
 def _warn_of_other(gpu: Device, config: EngineConfig, library: Any, target: Capabilities) -> None:

@@ -5,7 +5,7 @@ and columns of float weights, norms of inputs that pruning weighs weights with, 
 activations. Whatever it did not decide is the checkpoint's own: the weight as stored, rounded to nearest.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,6 @@ def layer_part(index: int) -> str:
     return f"layer-{index:03d}"
 
 
-def part_of(tensor: str) -> str:
-    """The part of the model that a tensor belongs to: layer-007, or head."""
-    words = tensor.split(".")
-    return layer_part(int(words[2])) if tensor.startswith("model.layers.") else "head"
-
-
 def arrays_of(tensor: str, quantized: Quantized, use: str = "") -> dict[str, NDArray[Any]]:
     """The arrays that a store keeps of a matrix [N, K] on a grid: of 4 bits two integers to a byte. ``use`` is
     :data:`PROMPTS` or empty."""
@@ -62,7 +56,8 @@ class Store:
         self.folder = folder
         self._hold = disk_cache.Hold(folder)
         self._load = partial(_load, folder)  # no method: a store that refers to itself would hold on for longer
-        self._read = lru_cache(maxsize=2)(self._load)
+        # The arrays of a part; BuildError if the file is missing or broken.
+        self.read: Callable[[str], Arrays] = lru_cache(maxsize=2)(self._load)
 
     def has(self, part: str) -> bool:
         return (self.folder / f"{part}.npz").exists()
@@ -71,10 +66,6 @@ class Store:
         """Publish a part atomically."""
         with disk_cache.write_entry(self.folder / f"{part}.npz") as staging:
             np.savez(staging, **arrays)  # type: ignore[arg-type]
-
-    def read(self, part: str) -> Arrays:
-        """The arrays of a part; BuildError if the file is missing or broken."""
-        return self._read(part)
 
     def settle(self) -> None:
         """Drop the activations that an interrupted run would go on from: all parts are there."""
@@ -127,7 +118,8 @@ class Calibrated:
         self._pruning = pruning or Pruning()
 
     def _arrays(self, tensor: str) -> Arrays:
-        return self._store.read(part_of(tensor)) if self._store else {}
+        part = layer_part(int(tensor.split(".")[2])) if tensor.startswith("model.layers.") else "head"
+        return self._store.read(part) if self._store else {}
 
     def rows(self, tensor: Weight, start: int = 0, stop: int | None = None) -> Float:
         """Rows of a tensor [N, K] or [N] as float32: stored values, times their factors, pruned ones zero."""
@@ -151,12 +143,6 @@ class Calibrated:
         arrays, (_, inputs) = self._arrays(tensor.name), sizes(tensor)
         changed = any(f"{kind}:{tensor.name}" in arrays for kind in ("rows", "columns", f"values:{grid_name(grid)}"))
         return not changed and tensor.name not in self._pruning.tensors and grid.holds(tensor.kind, inputs)
-
-    def chosen_for_prompts(self, tensors: Sequence[str], grid: Grid) -> Quantized | None:
-        """Integers that calibration chose for stacked matrices of the W8A8 graph; None if some have none."""
-        parts = [self.chosen(tensor, grid, PROMPTS) for tensor in tensors]
-        matrices = [part for part in parts if part is not None]
-        return stack(matrices) if len(matrices) == len(parts) else None
 
     def chosen(self, tensor: str, grid: Grid, use: str = "") -> Quantized | None:
         """The integers that calibration chose for a matrix, or for those of all experts one below the other."""

@@ -44,11 +44,11 @@ def _open(graph: ir.Graph, x: ir.Value | None, linears: list[Linear]) -> None:
         output = linear.node.outputs[0]
         emit = Emitter(node_after(output), f"{linear.name}.adapter")
         uses = list(output.uses())
-        found = [
+        products = [
             emit("MatMul", changes[module], _factor(graph, f"{FACTOR_B}{module}", "rank", size))
             for module, size in zip(linear.modules, linear.part_sizes, strict=True)
         ]
-        change = emit("Concat", *found, axis=-1) if len(found) > 1 else found[0]
+        change = emit("Concat", *products, axis=-1) if len(products) > 1 else products[0]
         changed = emit("Add", output, change)
         for node, index in uses:
             node.replace_input_with(index, changed)

@@ -28,7 +28,7 @@ from llmc.optimize.lower.rewrite import (
     vector,
 )
 from llmc.optimize.lower.rotary import SWITCH, Pair, Tables, rotary_tables, rotations, table_pair
-from llmc.optimize.quantize import kv_cache
+from llmc.optimize.quantize.ranges import cache_scales
 
 GQA = "GroupQueryAttention"
 HEAD_MULTIPLE, ROTATED_MULTIPLE = 8, 16
@@ -94,11 +94,17 @@ def group_query_attention(graph: ir.Graph, context: LoweringContext, make_length
         if "both_ways" in node.attributes and (context.phase != "decode" or context.adapters):
             graph.meta[AHEAD] = node.inputs[6]
         scales, attributes = _cache_scales(graph, attention, context)
-        sinks = _inline_sinks(node, context) if attention.sinks else None
+        sinks = None
+        if attention.sinks:  # one more logit of each head [H]
+            logits = context.calibrated.rows(find_vector(node.inputs[6])).astype(context.attention_type.numpy())
+            sinks = constant(graph, f"{node.name}.sink_logits", logits)
         emit = Emitter(node, main=GQA)
         packed = _split_source(query, key, value)
         by_axes = "axes" in node.attributes
-        apart = tables is not None and (by_axes or SWITCH in graph.meta or _must_rotate_apart(attention, tables))
+        # The operator has one pair of tables, and rotates multiples only.
+        odd = any(size % ROTATED_MULTIPLE for size in (attention.head_dim, attention.rotary_dim))
+        own = tables is not None and (odd or tables.query is not tables.key)
+        apart = tables is not None and (by_axes or SWITCH in graph.meta or own)
         parts = [packed, None, None] if packed and not apart else [query, key, value]
         parts = [part and emit_conversion(emit, part, context.type, context.attention_type) for part in parts]
         if tables and apart:
@@ -128,25 +134,12 @@ def group_query_attention(graph: ir.Graph, context: LoweringContext, make_length
     return len(attentions)
 
 
-def _inline_sinks(node: ir.Node, context: LoweringContext) -> ir.Value:
-    """The attention sink of each head, one more logit [H]."""
-    assert node.graph is not None
-    logits = context.calibrated.rows(find_vector(node.inputs[6])).astype(context.attention_type.numpy())
-    return constant(node.graph, f"{node.name}.sink_logits", logits)
-
-
 def rotate_before(graph: ir.Graph, context: LoweringContext) -> None:
     turned = rotations(graph, context)
     for node, attention in turned:
         emit, positions = Emitter(node, main="RotaryEmbedding"), token_positions(graph, turned[0][0])
         heads, tables = node.attributes["num_heads"].as_int(), table_pair(node, context)
         replace(node, rotate(emit, attention.rotary_dim, heads, node.inputs[0], positions, tables))
-
-
-def _must_rotate_apart(attention: Attention, tables: Tables) -> bool:
-    """The operator has one pair of tables, and rotates multiples only."""
-    sizes = attention.head_dim, attention.rotary_dim
-    return tables.query is not tables.key or any(size % ROTATED_MULTIPLE for size in sizes)
 
 
 def emit_rotation(
@@ -255,8 +248,8 @@ def _tables_by_axes(graph: ir.Graph, first: ir.Node, node: ir.Node, tables: Tabl
         places = emit("Reshape", emit("Transpose", by_pair, perm=[1, 2, 0]), vector(graph, [-1, len(axes)]))
         turns = emit("GatherElements", tables.key[0], places), emit("GatherElements", tables.key[1], places)
         graph.meta[name] = Tables(turns, turns)
-    found: Tables = graph.meta[name]
-    return found
+    tables_of_tokens: Tables = graph.meta[name]
+    return tables_of_tokens
 
 
 def _split_source(*parts: ir.Value | None) -> ir.Value | None:
@@ -275,10 +268,9 @@ def _cache_scales(
         return [], {}
     scales: list[ir.Value | None] = []
     for part in ("key", "value"):
-        found = kv_cache.scales(
-            context.calibrated.cache_range(attention.layer, part), per_channel=context.cache == "int8-channel"
-        )
-        scales.append(constant(graph, f"{attention.name}.{part}.scale", found.ravel()))
+        ranges = context.calibrated.cache_range(attention.layer, part)
+        held = cache_scales(ranges, per_channel=context.cache == "int8-channel")
+        scales.append(constant(graph, f"{attention.name}.{part}.scale", held.ravel()))
     kind = QUANTIZED_CACHES[context.cache]
     return scales, {"k_quant_type": kind, "v_quant_type": kind, "kv_cache_bit_width": 8}
 

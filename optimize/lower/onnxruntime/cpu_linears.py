@@ -15,8 +15,8 @@ from llmc.optimize.lower.onnxruntime.linears import bias_of, emit_blocked_linear
 from llmc.optimize.lower.onnxruntime.rotation import count_mixed, mix, read_weights
 from llmc.optimize.lower.raising import Linear
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, initializer, nodes_of, scalar, sole_consumer, vector
-from llmc.optimize.quantize.grid import Grid, Quantized
-from llmc.optimize.weights.store import quantize_matrix
+from llmc.optimize.quantize.grid import Grid, stack
+from llmc.optimize.weights.store import PROMPTS, quantize_matrix
 
 # int8 arithmetic inside MatMulNBits; without it 8-bit weights are expanded to float32 on every call (165x slower).
 ACCURACY_INT8 = 4
@@ -47,7 +47,9 @@ def _lower_linear(linear: Linear, context: LoweringContext, activations: dict[ir
             return float_linear(linear, "float16", context)
         case WeightOnly(grid):
             bias = bias_of(Emitter(linear.node).graph, linear, context) if linear.biases else None
-            parts = _count_parts(linear, grid)
+            # While the engine packs a part of a large head, its bytes are in memory twice.
+            large = linear.module == HEAD and linear.outputs * linear.inputs * grid.bits >= LARGE_BITS
+            parts = HEAD_PARTS if large and not linear.biases and linear.outputs % HEAD_PARTS == 0 else 1
             return emit_blocked_linear(linear, grid, context, bias, parts, accuracy_level=ACCURACY_INT8)
         case PerToken(grid):
             return _per_token_linear(linear, grid, context, activations)
@@ -58,59 +60,37 @@ def _lower_linear(linear: Linear, context: LoweringContext, activations: dict[ir
             )
 
 
-def _count_parts(linear: Linear, grid: Grid) -> int:
-    """Number of parts of a large head. While the engine packs a part, its bytes are in memory twice."""
-    large = linear.module == HEAD and not linear.biases and linear.outputs * linear.inputs * grid.bits >= LARGE_BITS
-    return HEAD_PARTS if large and linear.outputs % HEAD_PARTS == 0 else 1
-
-
 def _per_token_linear(
     linear: Linear, grid: Grid, context: LoweringContext, activations: dict[ir.Value, Tokens]
 ) -> ir.Value:
     """y = (q @ W) * weight scale [N] * token scale [M, 1]: integer products are exact, so no row depends on another."""
-    x = linear.node.inputs[0]
+    x, calibrated, kind = linear.node.inputs[0], context.calibrated, f"{linear.name}.int8"
     assert x is not None
-    emit, keeps = Emitter(linear.node), _keeps_codes(linear, grid, context)
+    emit, rows = Emitter(linear.node), _rows_before(linear, context)
+    keeps = all(isinstance(weight, CodedTensor) and calibrated.keeps(weight, grid) for weight in linear.weights)
     block = 0 if keeps else count_mixed(linear.module, linear.inputs)
     if x not in activations:
-        activations[x] = _quantize_tokens(linear, x, block, _rows_before(linear, context))
+        activations[x] = _quantize_tokens(linear, x, block, rows)
     tokens, token_scales = activations[x]
-    product = emit(
-        "Mul", _integer_product(emit, tokens, *_store(emit.graph, linear, grid, context, block)), token_scales
-    )
-    return emit("Reshape", with_bias(emit, product, linear, context), _rows_shape(emit, _rows_before(linear, context)))
 
-
-def _store(
-    graph: ir.Graph, linear: Linear, grid: Grid, context: LoweringContext, block: int
-) -> tuple[ir.Value, ir.Value]:
-    """Store weights int8 [K, N] and scales [N], for inputs mixed in blocks of ``block``."""
-    kind = f"{linear.name}.int8"
-
-    def by_column() -> list[NDArray[np.generic]]:
-        quantized = _quantize_weights(linear, grid, context, block)
+    def make() -> list[NDArray[np.generic]]:
+        """Weights int8 [K, N] and scales [N], for inputs mixed in blocks of ``block``."""
+        if keeps:
+            quantized = calibrated.quantize_stacked(linear.weights, grid)
+        else:
+            parts = [calibrated.chosen(weight.name or "", grid, PROMPTS) for weight in linear.weights]
+            chosen = [part for part in parts if part is not None]
+            complete = len(chosen) == len(parts)
+            quantized = stack(chosen) if complete else quantize_matrix(read_weights(linear, context, block), grid)
         return [quantized.values.T, quantized.scales[:, 0]]
 
-    weight, scales = context.weights.add([kind, f"{kind}.scales"], by_column)
-    return initializer(graph, weight), initializer(graph, scales)
-
-
-def _quantize_weights(linear: Linear, grid: Grid, context: LoweringContext, block: int) -> Quantized:
-    """The linear's integers as the graph multiplies them: the checkpoint's own if it has them in this form."""
-    if _keeps_codes(linear, grid, context):
-        return context.calibrated.quantize_stacked(linear.weights, grid)
-    chosen = context.calibrated.chosen_for_prompts([weight.name or "" for weight in linear.weights], grid)
-    return chosen or quantize_matrix(read_weights(linear, context, block), grid)
-
-
-def _keeps_codes(linear: Linear, grid: Grid, context: LoweringContext) -> bool:
-    return all(isinstance(weight, CodedTensor) and context.calibrated.keeps(weight, grid) for weight in linear.weights)
-
-
-def _integer_product(emit: Emitter, tokens: ir.Value, weight: ir.Value, scales: ir.Value) -> ir.Value:
-    """(tokens - 128) @ W, exact in 32 bits, times weight scales [N]: float32 [M, N]."""
+    weight, scales = (initializer(emit.graph, it) for it in context.weights.add([kind, f"{kind}.scales"], make))
     one, zero_point = scalar(emit.graph, 1.0, np.float32), scalar(emit.graph, MIDDLE, np.uint8)
-    return emit("MatMulIntegerToFloat", tokens, weight, one, scales, zero_point, domain=MICROSOFT)
+    product = emit("MatMulIntegerToFloat", tokens, weight, one, scales, zero_point, domain=MICROSOFT)  # (M, N)
+    output = with_bias(emit, emit("Mul", product, token_scales), linear, context)
+    end = vector(emit.graph, [-1])
+    shape = _once(emit.graph, f"activation.rows.{rows.name}", lambda: emit("Concat", emit("Shape", rows), end, axis=0))
+    return emit("Reshape", output, shape)  # (B, S, N)
 
 
 def _rows_before(linear: Linear, context: LoweringContext) -> ir.Value:
@@ -134,14 +114,14 @@ def _quantize_tokens(linear: Linear, x: ir.Value, block: int, rows: ir.Value) ->
     largest = emit("Max", high, emit("Neg", low), scalar(graph, SMALLEST_ACTIVATION, np.float32))
     scales = emit("Mul", largest, scalar(graph, 1 / 127, np.float32))
     row_scales = emit("Squeeze", scales, last)
-    zero_points = _once(graph, f"activation.zero_points.{rows.name}", lambda: _zero_points(emit, rows))
+
+    def make() -> ir.Value:
+        """128 for each row, uint8 [M], computed from ids or indices only, so that no layer depends on the first one."""
+        count = emit("Shape", emit("Reshape", rows, last))
+        return emit("Expand", vector(graph, [MIDDLE], np.uint8), count)
+
+    zero_points = _once(graph, f"activation.zero_points.{rows.name}", make)
     return emit("QuantizeLinear", flat, row_scales, zero_points, axis=0), scales
-
-
-def _zero_points(emit: Emitter, source: ir.Value) -> ir.Value:
-    """128 for each row, uint8 [M], computed from ids or indices only, so that no layer depends on the first one."""
-    rows = emit("Shape", emit("Reshape", source, vector(emit.graph, [-1])))
-    return emit("Expand", vector(emit.graph, [MIDDLE], np.uint8), rows)
 
 
 def defer_token_scales(graph: ir.Graph, _: LoweringContext) -> int:
@@ -178,12 +158,6 @@ def _find_producer(operator: str, value: ir.Value | None) -> ir.Node | None:
     """The node that computes ``value``, if it is of that kind."""
     node = value.producer() if value is not None else None
     return node if node is not None and node.op_type == operator else None
-
-
-def _rows_shape(emit: Emitter, rows: ir.Value) -> ir.Value:
-    """The shape (batch, sequence, -1) that turns [M, N] back into [B, S, N]."""
-    end = vector(emit.graph, [-1])
-    return _once(emit.graph, f"activation.rows.{rows.name}", lambda: emit("Concat", emit("Shape", rows), end, axis=0))
 
 
 def _once(graph: ir.Graph, key: str, make: Callable[[], ir.Value]) -> ir.Value:

@@ -21,7 +21,7 @@ from llmc.bundle.model.experts import Experts
 from llmc.errors import BuildError
 from llmc.exported import CodedTensor, Mxfp4Stack, Weight, in_parallel, sizes
 from llmc.optimize.lower.context import Float16, Float32, LoweringContext, Mxfp4, QuantConfig, WeightOnly
-from llmc.optimize.lower.onnxruntime.recurrent import inline_vectors
+from llmc.optimize.lower.linears import inline_vectors
 from llmc.optimize.lower.raising import find_vector, find_weight
 from llmc.optimize.lower.rewrite import (
     LLMC,
@@ -35,7 +35,7 @@ from llmc.optimize.lower.rewrite import (
     vector,
 )
 from llmc.optimize.quantize import rtn
-from llmc.optimize.quantize.grid import Float, Grid, Quantized, pack_blocks, pack_rows
+from llmc.optimize.quantize.grid import Float, Grid, pack_blocks, pack_rows
 from llmc.optimize.weights.store import grid_name
 
 # int8 arithmetic inside QMoE; with float activations a token of 4-bit experts takes three times as long.
@@ -215,10 +215,10 @@ class _Stack:
 
     @classmethod
     def of(cls, node: ir.Node, item: Experts, part: int) -> "_Stack":
-        found, scales = find_weight(node.inputs[3 + part]), node.inputs[SCALES + part : SCALES + part + 1]
-        tensor = Mxfp4Stack(find_vector(node.inputs[3 + part]), find_vector(scales[0])) if scales else found
+        stored, scales = find_weight(node.inputs[3 + part]), node.inputs[SCALES + part : SCALES + part + 1]
+        tensor = Mxfp4Stack(find_vector(node.inputs[3 + part]), find_vector(scales[0])) if scales else stored
         in_turn = part == 0 and len(node.inputs) == PLAIN_INPUTS and item.activation == "silu"
-        return cls(tensor, f"{found.name}.experts", item.count, in_turn)
+        return cls(tensor, f"{stored.name}.experts", item.count, in_turn)
 
     @property
     def weight(self) -> str:
@@ -255,7 +255,7 @@ def _pack(stack: _Stack, grid: Grid, context: LoweringContext) -> list[ir.Extern
                 quantized = rtn.quantize(stack.read(expert, context), grid)
             else:
                 rows = len(kept.values) // stack.count
-                quantized = _reorder(kept.rows(expert * rows, (expert + 1) * rows), stack.order(rows))
+                quantized = kept.rows(expert * rows + stack.order(rows))
             codes = pack_blocks(quantized.values, grid).reshape(len(quantized.values), -1)
             zeros = [] if quantized.zero_points is None else [pack_rows(quantized.zero_points, grid)]
             return [codes, quantized.scales, *zeros]
@@ -316,8 +316,3 @@ def _list_attributes(node: ir.Node) -> dict[str, Any]:
         return {**ATTRIBUTES, **PLAIN}
     alpha, limit = (node.attributes[name].as_float() for name in ("alpha", "limit"))
     return {**ATTRIBUTES, "activation_alpha": alpha, "activation_beta": 1.0, "swiglu_limit": limit}
-
-
-def _reorder(quantized: Quantized, order: NDArray[np.int64]) -> Quantized:
-    zeros = None if quantized.zero_points is None else quantized.zero_points[order]
-    return Quantized(quantized.values[order], quantized.scales[order], quantized.grid, zeros)

@@ -41,12 +41,14 @@ def fold_heads(graph: ir.Graph, context: LoweringContext) -> int:
     folded = [(node, attention) for node, attention in attentions if attention.folds]
     if not folded:
         return 0
-    single = _single(folded[0][0])
+    emit = Emitter(folded[0][0], "single")  # true if each row has one token
+    tokens = emit("Squeeze", emit("Shape", graph_input(graph, "input_ids"), start=1, end=2))
+    single = emit("Equal", tokens, scalar(graph, 1, np.int64))
     sizes, dtype = sorted({item.group_size for _, item in folded}), context.attention_type.numpy()
     groups = {size: _Group(folded[0][0], size, dtype) for size in sizes}
     for node, attention in folded:
-        emit = Branch(node, "folded")
-        choose(node, single, emit, _emit_folded(emit, attention, groups[attention.group_size]), "several")
+        branch = Branch(node, "folded")
+        choose(node, single, branch, _emit_folded(branch, attention, groups[attention.group_size]), "several")
     return len(folded)
 
 
@@ -74,13 +76,6 @@ def _graph(name: str, nodes: list[ir.Node], outputs: list[ir.Value]) -> ir.Graph
     return ir.Graph([], outputs, nodes=nodes, name=name)
 
 
-def _single(first: ir.Node) -> ir.Value:
-    """True if the call has one token in each row, made in front of the ``first`` attention."""
-    emit = Emitter(first, "single")
-    tokens = emit("Squeeze", emit("Shape", graph_input(emit.graph, "input_ids"), start=1, end=2))
-    return emit("Equal", tokens, scalar(emit.graph, 1, np.int64))
-
-
 class _Group:
     """Values that layers with groups of one size share, made in front of the first.
 
@@ -106,13 +101,6 @@ class _Group:
         self.bias = emit("Expand", hidden, vector(graph, [1, 1, size, 1]))
 
 
-def _heads_of_tokens(graph: ir.Graph, kv_heads: int, size: int) -> ir.Value:
-    """Heads of each folded token: one query head of every group, then all key and value heads, int64 [G, 3 * KV]."""
-    shared = kv_heads * size + np.arange(2 * kv_heads)
-    heads = [[*(np.arange(kv_heads) * size + query), *shared] for query in range(size)]
-    return constant(graph, f"const.heads.{kv_heads}.{size}", np.array(heads, np.int64))
-
-
 def _emit_folded(emit: Branch, attention: Attention, group: _Group) -> list[ir.Value]:
     """Outputs of the attention before which ``emit`` emits, for a call of one token in each row."""
     graph, node, kv_heads, width = emit.graph, emit.anchor, attention.kv_heads, attention.head_dim
@@ -121,7 +109,11 @@ def _emit_folded(emit: Branch, attention: Attention, group: _Group) -> list[ir.V
     if key is not None:
         packed = emit("Concat", packed, key, value, axis=-1)
     heads = emit("Reshape", packed, vector(graph, [0, -1, width]))
-    tokens = emit("Gather", heads, _heads_of_tokens(graph, kv_heads, size), axis=1)  # (B, G, 3 * KV, D)
+    # Heads of each folded token: one query head of every group, then all key and value heads, [G, 3 * KV].
+    both = kv_heads * size + np.arange(2 * kv_heads)
+    listed = np.array([[*(np.arange(kv_heads) * size + query), *both] for query in range(size)], np.int64)
+    chosen = constant(graph, f"const.heads.{kv_heads}.{size}", listed)
+    tokens = emit("Gather", heads, chosen, axis=1)  # (B, G, 3 * KV, D)
     tokens = emit("Reshape", tokens, vector(graph, [0, size, 3 * kv_heads * width]))
     tables = [*node.inputs[7:9], group.positions] if rotates else [None] * 3
     attended, *present = emit.many(

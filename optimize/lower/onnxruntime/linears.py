@@ -47,7 +47,9 @@ def float_linear(linear: Linear, dtype: str, context: LoweringContext) -> ir.Val
 
     Of float16 weights in a float32 graph the engine makes float32 when it loads them: half the file, no less memory.
     """
-    emit, stored = Emitter(linear.node), _float_matrix(linear, dtype, context)
+    name = f"{linear.tensor}.rotated" if _is_turned(linear, context) else linear.tensor
+    stored = _store_floats(name, linear.weights, lambda: read_weights(linear, context), dtype, context)
+    emit = Emitter(linear.node)
     x, activations = linear.node.inputs[0], context.type
     assert x is not None
     arithmetic = stored.dtype if stored.dtype == activations else ir.DataType.FLOAT
@@ -153,12 +155,6 @@ def _pack(quantized: Quantized, context: LoweringContext) -> list[NDArray[np.gen
     if quantized.offsets is not None:
         arrays += pack_offsets(quantized.offsets, context)
     return arrays
-
-
-def _float_matrix(linear: Linear, dtype: str, context: LoweringContext) -> ir.ExternalTensor:
-    """Store the matrix [N, K] of a linear, under a name of its own if it is rotated."""
-    name = f"{linear.tensor}.rotated" if _is_turned(linear, context) else linear.tensor
-    return _store_floats(name, linear.weights, lambda: read_weights(linear, context), dtype, context)
 
 
 def float_table(table: Weight, dtype: str, context: LoweringContext) -> ir.ExternalTensor:

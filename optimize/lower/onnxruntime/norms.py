@@ -5,7 +5,7 @@ import onnx_ir as ir
 
 from llmc.exported import Weight
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.linears import inline_vector, replace_weight
+from llmc.optimize.lower.linears import inline_vectors, replace_weight
 from llmc.optimize.lower.raising import find_vector, find_weight, head_scales, norm_nodes
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, constant, nodes_of, replace, sole_consumer
 
@@ -79,6 +79,5 @@ def fuse_silu(graph: ir.Graph, _: LoweringContext) -> int:
 def inline_scalars(graph: ir.Graph, context: LoweringContext) -> int:
     """The factor at the end of each layer becomes part of the graph, in float32."""
     names = [name for name in graph.initializers if name.endswith(".layer_scalar")]
-    for name in names:
-        inline_vector(graph, graph.initializers[name], context)
+    inline_vectors(graph, names, context)
     return len(names)

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from llmc.bundle import MOST_REPLAYED, REPLAY
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.linears import inline_vector
+from llmc.optimize.lower.linears import inline_vectors
 from llmc.optimize.lower.onnxruntime.attention import emit_token_counts
 from llmc.optimize.lower.raising import find_vector
 from llmc.optimize.lower.rewrite import LLMC, MICROSOFT, Emitter, constant, nodes_of, replace, scalar, vector
@@ -124,9 +124,3 @@ def _emit_unit(emit: Emitter, part: ir.Value | None, node: ir.Node, heads: int, 
     split = emit("Reshape", part, vector(emit.graph, [0, 0, heads, width]))
     unit = emit("SimplifiedLayerNormalization", split, weight, axis=-1, epsilon=eps / width)
     return emit("Reshape", unit, vector(emit.graph, [0, 0, -1]))
-
-
-def inline_vectors(graph: ir.Graph, names: list[str], context: LoweringContext) -> None:
-    """Inline these small vectors, as far as the graph has them, in float32."""
-    for value in filter(None, map(graph.initializers.get, names)):
-        inline_vector(graph, value, context)

@@ -63,7 +63,8 @@ def _rotate_deep_rows(graph: ir.Graph, matrix: ir.Value, width: int) -> None:
 def read_weights(linear: Linear, context: LoweringContext, block: int = 0) -> Float:
     """The matrix of a linear, float32 [N, K], in the graph's basis; of its inputs ``block`` at a time are mixed."""
     matrix: Float = context.calibrated.matrix(linear.weights)
-    matrix = turn_inputs(matrix, _find_gain(linear, context), block)
+    producer = "" if linear.module == HEAD else context.geometry.linear[linear.module].producer
+    matrix = turn_inputs(matrix, context.gains.get(producer), block)
     return turn_outputs(matrix) if _writes_stream(linear, context) else matrix
 
 
@@ -100,11 +101,6 @@ def read_bias(linear: Linear, context: LoweringContext) -> Float:
     """The bias of a linear, float32 [N], in the basis of the graph."""
     bias = context.calibrated.matrix(linear.biases)
     return bias @ rotation(linear.outputs) if _writes_stream(linear, context) else bias
-
-
-def _find_gain(linear: Linear, context: LoweringContext) -> Float | None:
-    """The weight of the norm of the stream that a linear of a layer reads, None if it reads something else."""
-    return None if linear.module == HEAD else context.gains.get(context.geometry.linear[linear.module].producer)
 
 
 def _writes_stream(linear: Linear, context: LoweringContext) -> bool:

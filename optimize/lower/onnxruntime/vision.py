@@ -21,18 +21,14 @@ def attend_to_patches(graph: ir.Graph, _: LoweringContext) -> int:
     for node in nodes:
         emit, inputs = Emitter(node), list(node.inputs[:3])
         if len(node.inputs) > 3:
-            counts = counts or _count_patches(graph)
+            if counts is None:  # patches of each window, int32 [W]
+                first, windows = Emitter(graph[0], f"{TOWER}.windows"), graph_input(graph, "windows")
+                seen = first("Cast", first("GreaterOrEqual", windows, scalar(graph, 0, np.int64)), to=ir.DataType.INT32)
+                counts = first("ReduceSum", seen, vector(graph, [1]), keepdims=0)
             inputs += [None, counts]
         heads, scale = node.attributes["q_num_heads"].as_int(), node.attributes["scale"].as_float()
         replace(node, emit("MultiHeadAttention", *inputs, domain=MICROSOFT, num_heads=heads, scale=scale))
     return len(nodes)
-
-
-def _count_patches(graph: ir.Graph) -> ir.Value:
-    """Patches of each window, int32 [W]."""
-    emit, windows = Emitter(graph[0], f"{TOWER}.windows"), graph_input(graph, "windows")
-    seen = emit("Cast", emit("GreaterOrEqual", windows, scalar(graph, 0, np.int64)), to=ir.DataType.INT32)
-    return emit("ReduceSum", seen, vector(graph, [1]), keepdims=0)
 
 
 def turn_patches(graph: ir.Graph, _: LoweringContext) -> int:

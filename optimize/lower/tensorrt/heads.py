@@ -22,27 +22,17 @@ def split(emit: Emitter, value: ir.Value | None, count: int) -> ir.Value:
     """[B, S, heads * D] -> [B, heads, S, D]; the norm of each head has split them already."""
     assert value is not None
     producer = value.producer()
-    if producer is not None and producer.op_type == "Reshape" and _is_norm(producer.inputs[0]):
-        parts = producer.inputs[0]
-    else:
+    parts = producer.inputs[0] if producer is not None and producer.op_type == "Reshape" else None
+    norm = parts.producer() if parts is not None else None
+    if norm is None or norm.op_type not in NORMS:
         parts = emit("Reshape", value, vector(emit.graph, [0, 0, count, -1]))
     return emit("Transpose", parts, perm=[0, 2, 1, 3])
-
-
-def _is_norm(value: ir.Value | None) -> bool:
-    producer = value.producer() if value is not None else None
-    return producer is not None and producer.op_type in NORMS
 
 
 def merge_heads(emit: Emitter, output: ir.Value) -> ir.Value:
     """[B, heads, S, D] -> [B, S, heads * D]."""
     turned = emit("Transpose", output, perm=[0, 2, 1, 3])
     return emit("Reshape", turned, vector(emit.graph, [0, 0, -1]))
-
-
-def mask_of(attention: Attention) -> tuple[int, int]:
-    """The window, and how many queries share a key head."""
-    return attention.window, attention.heads // attention.kv_heads
 
 
 def attend(

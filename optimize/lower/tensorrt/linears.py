@@ -9,8 +9,7 @@ from llmc.optimize.lower.linears import replace_linears
 from llmc.optimize.lower.raising import Linear
 from llmc.optimize.lower.rewrite import Emitter, constant, initializer
 from llmc.optimize.lower.tensorrt import weights
-from llmc.optimize.quantize import static
-from llmc.optimize.quantize.grid import Grid
+from llmc.optimize.quantize.ranges import activation_scale
 
 
 def lower_linears(graph: ir.Graph, context: LoweringContext) -> int:
@@ -43,31 +42,22 @@ def _weight(emit: Emitter, linear: Linear, config: QuantConfig, context: Lowerin
         case Computed():
             return initializer(graph, weights.float_columns(linear, context))
         case WeightOnly(grid) | Static(grid) if (grid.bits, bool(grid.block)) in ((8, False), (4, True)):
-            return _emit_dequantize(emit, linear, _record_grid(graph, linear, grid), context)
+            fitted = weights.fit_grid(grid, linear.inputs, linear.module)
+            if fitted != grid:
+                graph.metadata_props[f"llmc.block.{linear.name}"] = str(fitted.block)
+            stored = [initializer(graph, it) for it in weights.integer_columns(linear, fitted, context)]
+            if fitted.block:
+                return emit("DequantizeLinear", *stored, axis=0, block_size=fitted.block)
+            return emit("DequantizeLinear", *stored, axis=1)
     raise BuildError(
         f"{linear.module}: TensorRT takes no weights stored as {config}; expected floats, int8 with a scale per output "
         "or int4 in blocks"
     )
 
 
-def _emit_dequantize(emit: Emitter, linear: Linear, grid: Grid, context: LoweringContext) -> ir.Value:
-    stored, scales = (initializer(emit.graph, tensor) for tensor in weights.integer_columns(linear, grid, context))
-    if grid.block:
-        return emit("DequantizeLinear", stored, scales, axis=0, block_size=grid.block)
-    return emit("DequantizeLinear", stored, scales, axis=1)
-
-
-def _record_grid(graph: ir.Graph, linear: Linear, grid: Grid) -> Grid:
-    """The grid with a block that divides the inputs; where that is another one, the graph's metadata say so."""
-    fitted = weights.fit_grid(grid, linear.inputs, linear.module)
-    if fitted != grid:
-        graph.metadata_props[f"llmc.block.{linear.name}"] = str(fitted.block)
-    return fitted
-
-
 def _round_input(linear: Linear, x: ir.Value, context: LoweringContext) -> ir.Value:
     emit = Emitter(linear.node, f"{linear.name}.input")
-    scale = static.activation_scale(context.calibrated.activation(linear.module))
+    scale = activation_scale(context.calibrated.activation(linear.module))
     held = weights.round_scales(np.array(scale, np.float32), context.array_type)
     scale_value = constant(emit.graph, f"{emit.name}.scale", held)
     zero_value = constant(emit.graph, "const.int8.zero", np.array(0, np.int8))

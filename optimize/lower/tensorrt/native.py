@@ -13,7 +13,7 @@ from llmc.optimize.lower.linears import replace_weight
 from llmc.optimize.lower.raising import find_vector, find_weight, head_scales, norm_nodes
 from llmc.optimize.lower.rewrite import LLMC, Emitter, constant, emit_conversion, nodes_of, replace, scalar, vector
 from llmc.optimize.lower.rotary import Pair, rotary_tables, rotations, table_pair
-from llmc.optimize.lower.tensorrt.heads import attend, heads, mask_of, merge_heads, split
+from llmc.optimize.lower.tensorrt.heads import attend, heads, merge_heads, split
 from llmc.optimize.lower.tensorrt.slots import Slots
 from llmc.optimize.lower.tensorrt.weights import narrow_values
 
@@ -23,7 +23,9 @@ def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
     attentions = list(nodes_of(graph, "CachedAttention", LLMC))
     if not attentions:
         return 0
-    masks = {node: _mask(node, context.attention(node)) for node in attentions}
+    listed = [(node, context.attention(node)) for node in attentions]
+    # By node the window, and how often the queries of a row follow each other.
+    masks = {node: (it.window, it.group_size if _in_basic_operators(node) else 1) for node, it in listed}
     turned = rotations(graph, context)
     slots = Slots.before(turned[0][0] if turned else attentions[0], set(masks.values()))
     for node, attention in turned:
@@ -31,8 +33,8 @@ def lower_attention(graph: ir.Graph, context: LoweringContext) -> int:
         x = split(emit, node.inputs[0], node.attributes["num_heads"].as_int())
         replace(node, merge_heads(emit, _rotate(emit, attention, x, table_pair(node, context), slots)))
     attended = Emitter(attentions[0], "attended")("Shape", slots.cache_slots)
-    for node in attentions:
-        emit, attention = Emitter(node, main="Attention"), context.attention(node)
+    for node, attention in listed:
+        emit = Emitter(node, main="Attention")
         query, key, value = heads(emit, attention)
         if tables := rotary_tables(node, context):
             query = _rotate(emit, attention, query, tables.query, slots)
@@ -73,11 +75,6 @@ def _rotate(emit: Emitter, attention: Attention, x: ir.Value, tables: Pair, slot
 def _in_basic_operators(node: ir.Node) -> bool:
     """Parsers refuse a softcap of Attention (TensorRT-RTX 1.7.1)."""
     return bool(node.attributes["softcap"].as_float())
-
-
-def _mask(node: ir.Node, attention: Attention) -> tuple[int, int]:
-    """The window, and how often the queries of a row follow each other."""
-    return mask_of(attention) if _in_basic_operators(node) else (attention.window, 1)
 
 
 def lower_norms(graph: ir.Graph, context: LoweringContext) -> int:

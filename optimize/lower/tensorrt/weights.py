@@ -1,6 +1,6 @@
 """Weights as TensorRT takes them: [inputs, outputs], symmetric, every scale above zero."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 
 import ml_dtypes
@@ -38,53 +38,23 @@ def narrow_values(values: Float, compute: str, name: str) -> Array:
 
 def float_rows(tensor: Weight, context: LoweringContext) -> ir.ExternalTensor:
     """A matrix [N, K] in the compute type."""
-
-    def make() -> list[Array]:
-        rows = np.empty(sizes(tensor), context.array_type)
-
-        def fill(span: tuple[int, int]) -> None:
-            rows[slice(*span)] = narrow_values(
-                context.calibrated.rows(tensor, *span), context.compute, tensor.name or ""
-            )
-
-        _each_piece(tensor, fill)
-        return [rows]
-
-    return context.weights.add([f"{tensor.name}.{context.compute}"], make)[0]
+    return context.weights.add([f"{tensor.name}.{context.compute}"], lambda: [_narrow_rows([tensor], context)])[0]
 
 
 def float_columns(linear: Linear, context: LoweringContext) -> ir.ExternalTensor:
     """A linear's weights [K, N] in the compute type."""
-
-    def make() -> list[Array]:
-        found = np.empty((linear.inputs, linear.outputs), context.array_type)
-
-        def fill(tensor: Weight, span: tuple[int, int], columns: slice) -> None:
-            found[:, columns] = narrow_values(
-                context.calibrated.rows(tensor, *span), context.compute, tensor.name or linear.name
-            ).T
-
-        _each_part(linear, fill)
-        return [found]
-
-    return context.weights.add([f"{linear.tensor}.{context.compute}.columns"], make)[0]
+    name = f"{linear.tensor}.{context.compute}.columns"
+    return context.weights.add([name], lambda: [_narrow_rows(linear.weights, context).T])[0]
 
 
-def _each_part(linear: Linear, work: Callable[[Weight, tuple[int, int], slice], None]) -> None:
-    """Call ``work`` with pieces of rows of a linear's tensors, and the columns of the whole that they become."""
-    start = 0
-    for tensor, size in zip(linear.weights, linear.part_sizes, strict=True):
+def _narrow_rows(tensors: Sequence[Weight], context: LoweringContext) -> Array:
+    """Stacked matrices [N, K] in the compute type, read in pieces on all cores."""
 
-        def fill(span: tuple[int, int], tensor: Weight = tensor, start: int = start) -> None:
-            work(tensor, span, slice(start + span[0], start + span[1]))
+    def read(part: tuple[Weight, tuple[int, int]]) -> Array:
+        tensor, span = part
+        return narrow_values(context.calibrated.rows(tensor, *span), context.compute, tensor.name or "")
 
-        _each_piece(tensor, fill)
-        start += size
-
-
-def _each_piece(tensor: Weight, work: Callable[[tuple[int, int]], None]) -> None:
-    for _ in in_parallel(work, pieces(sizes(tensor))):
-        pass
+    return np.concatenate(list(in_parallel(read, [(it, span) for it in tensors for span in pieces(sizes(it))])))
 
 
 # ------------------------------------------------------------------------------------------------ integer weights
