@@ -49,7 +49,7 @@ def test_a_missing_file_is_refused_by_name(source, untouched, name):
 def test_a_file_that_links_out_of_the_export_is_refused(source, untouched):
     (source / "chat_template.jinja").symlink_to(source.parent / "outside")
     (source.parent / "outside").write_text("PRIVATE KEY")
-    with pytest.raises(CheckpointError, match=r"is a link to .*outside, out of its folder"):
+    with pytest.raises(CheckpointError, match=r"is a link to .*outside, outside its folder"):
         build(BuildRequest(source, untouched, force=True))
 
 
