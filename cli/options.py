@@ -25,14 +25,14 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def new_path(text: str) -> Path:
-    """A path that need not exist, but has a name: without one it would be the folder that one is in."""
+    """A path that need not exist; empty text is refused, for it would mean the current folder."""
     if not text:
         raise click.BadParameter("'' is no path; name one, or leave the option out")
     return Path(text)
 
 
 def bundle_path(text: str) -> Path:
-    """The path of a bundle; another one is wrong usage, whatever lies there."""
+    """The path of a bundle; any other path is wrong usage."""
     try:
         refuse_other(Path(text))
     except BundleError as error:
@@ -42,7 +42,7 @@ def bundle_path(text: str) -> Path:
 
 
 def source_path(text: str) -> Path:
-    """A folder, or a GGUF file, to build of or to look at; any other path is wrong usage."""
+    """The path of a checkpoint, an export, a bundle or a GGUF file; any other path is wrong usage."""
     from llmc.cli.summary import kind_of
 
     if problem := explain_absent(Path(text)):
@@ -162,7 +162,7 @@ ENGINE_NAMES = frozenset({"draft", "determinism", "max_batch", "prefix_cache_fol
 
 
 def take(options: dict[str, Any], wanted: Iterable[str]) -> dict[str, Any]:
-    """Remove the ``wanted`` options, and return those of them that were given."""
+    """Remove the ``wanted`` options, and return the ones that were given."""
     taken = {name: options.pop(name) for name in sorted(wanted) if name in options}
     return {name: value for name, value in taken.items() if value is not None and value != ()}
 

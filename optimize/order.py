@@ -42,7 +42,7 @@ class Order:
 
     @cached_property
     def configs(self) -> dict[str, QuantConfigs]:
-        """How each graph stores its weights, by phase."""
+        """Storage of each graph's weights, by phase."""
         return quant_configs(self.recipe, self.export.geometry)
 
     @property

@@ -8,7 +8,7 @@ Progress = Callable[..., None]
 
 
 def silent(step: str, fraction: float | None = None, /) -> None:
-    """A progress that nobody watches."""
+    """Report nothing."""
 
 
 def make_counter(progress: Progress, step: str, total: int) -> Callable[[], None]:

@@ -69,8 +69,8 @@ def read_samples(
         samples: windows wanted, at least 1; a shorter text gives fewer.
         length: tokens per window, at least 2.
         vocab_size: of the model; ids beyond are refused.
-        held_out: of the default text take the part that quality is judged on, not the one for calibration.
-        remedy: what helps a text that is too short, beside a longer one; empty if nothing does.
+        held_out: take the part of the default text for judging quality, not the part for calibration.
+        remedy: advice for a text that is too short, besides a longer text; may be empty.
     """
     source = DEFAULT_TEXT if path is None else path
     text, sha256 = _read(source)

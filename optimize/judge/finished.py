@@ -100,8 +100,7 @@ def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calib
 
 
 def _run_long_prompt(order: Order, folder: Path, model: Generator, verified: str) -> tuple[GoldenPrompt, ...]:
-    """The long golden prompt: computed by the CPU also beside a GPU, which is compared with it when it replays, unless
-    memory does not suffice."""
+    """The long golden prompt, computed on the CPU if memory suffices: a GPU's replay is compared with it."""
     order.progress("running a long golden prompt")
     if verified == "device" and order.recipe.compute != "bfloat16":
         try:
@@ -155,8 +154,8 @@ def _layer_errors(
 def _open_model(
     order: Order, folder: Path, manifest: Manifest, weights: Calibrated, stack: ExitStack
 ) -> tuple[Generator, str]:
-    """The bundle, loaded on the device that it is for, or else its graph on the CPU; and which of them. ``stack``
-    closes the model, and removes what was only made to be judged."""
+    """Load the bundle on its device, or else its graph on the CPU; return the model and :attr:`EngineConfig.verified`.
+    ``stack`` closes the model, and removes what was only made to be judged."""
     if not order.target.has_gpu:
         return stack.enter_context(load(folder, self_test=False)), "device"
     if manifest.engine is None or runs_here(order.engine, manifest.engine):

@@ -12,7 +12,7 @@ from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.rewrite import LLMC, constant, graph_input, initializer, nodes_of, remove_dead
 
 Pair = tuple[ir.Value, ir.Value]
-# The input of a graph whose ropes switch, and where a lowered graph keeps it with the length after which they do.
+# The input with the texts' lengths, and the key of a graph's metadata for it and the length after which ropes switch.
 TEXT_LENGTHS, SWITCH = "text_lengths", "switch"
 
 
@@ -39,7 +39,7 @@ def switch_factors(graph: ir.Graph, context: LoweringContext) -> int:
 
 
 def fix_factors(graph: ir.Graph, context: LoweringContext) -> int:
-    """Let such ropes have the factors of the longest text that the context holds, whatever the length of a text."""
+    """Give such ropes the factors of the longest text that the context holds, for texts of any length."""
     after = context.geometry.long_after
     if not after:
         return 0

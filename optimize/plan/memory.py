@@ -113,7 +113,7 @@ def linear_bytes(linear: Linear, config: QuantConfig, *, copies: int = 1, comput
 
 
 def expert_bytes(item: Experts, config: QuantConfig) -> int:
-    """Bytes of the weights of a mixture's experts as the engine holds them; of what it reads in the file none."""
+    """Bytes of a mixture's experts as the engine holds them; 0 if it reads them in the mapped file."""
     if isinstance(config, Mxfp4):
         return 0
     if isinstance(config, WeightOnly):

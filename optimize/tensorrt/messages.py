@@ -53,7 +53,7 @@ def lacks_fused_attention(messages: Sequence[Message]) -> bool:
 
 
 def failure(what: str, messages: Sequence[Message], workspace: int | None = None) -> LlmcError:
-    """The error for a build that the library gave up, told from what it logged while it built.
+    """The error for a build that the library gave up, by the messages that it logged.
 
     A build without a driver ends in the same errors of CUDA as one on a broken GPU, so they are told apart from what
     the graph is to blame for. ``workspace``: bytes that the builder was allowed; None for the library's own limit, all

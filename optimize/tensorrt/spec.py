@@ -1,4 +1,4 @@
-"""From what is asked of an engine to what the library on this machine can make: defaults, and refusals before any work.
+"""Fill in an engine's defaults, and refuse what the library on this machine cannot make, before any work.
 
 The library is found once and handed on, so every version of TensorRT and TensorRT-RTX takes one path.
 """

@@ -56,8 +56,7 @@ class WeightFile:
     ) -> list[ir.ExternalTensor]:
         """The tensors called ``names``; ``make`` computes them all and is called only if the first is not there yet.
 
-        ``source`` is what they are computed from, where that is not told by the name of a weight: a name stands for
-        one content.
+        ``source`` identifies what they are computed from, if the name does not: a name stands for one content.
         """
         assert self._sources.setdefault(names[0], source) == source, f"{names[0]} is computed from two sources"
         if names[0] not in self._tensors:

@@ -32,7 +32,7 @@ from llmc.optimize.quantize.ranges import cache_scales
 
 GQA = "GroupQueryAttention"
 HEAD_MULTIPLE, ROTATED_MULTIPLE = 8, 16
-# Where a lowered graph keeps the value, of models that see images both ways, of how far each token sees ahead.
+# Key of a graph's metadata for how far each token sees ahead, in models that see images both ways.
 AHEAD = "ahead"
 MASKED = float(np.finfo(np.float32).min)
 QUANTIZED_CACHES = {"int8": "PER_TENSOR", "int8-channel": "PER_CHANNEL"}

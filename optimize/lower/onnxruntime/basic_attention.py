@@ -14,7 +14,7 @@ from llmc.optimize.lower.rotary import rotary_tables
 
 
 class Provider(Protocol):
-    """How a provider writes and reads caches [B, KV, C, D]."""
+    """A provider's way to write and read caches [B, KV, C, D]."""
 
     def slots(self, emit: Emitter) -> ir.Value:
         """The number of positions that are read, int64 [1], called T below."""

@@ -1,10 +1,9 @@
 """Mixtures of experts for ONNX Runtime on CPUs: its QMoE for integers, its MoE for floats.
 
-Both choose by a softmax; of experts that score the same QMoE takes others than TopK does, and it normalizes weights
-whatever it is told. So experts are chosen before them: they get the logarithms of these experts' weights, which they
-normalize, and nothing of the others. Both want the rows of gate and up in turn. QMoE takes MXFP4 as checkpoints store
-it, computes with floats, and reads of the mapped file only the experts that were chosen. Neither has gelu: such
-experts are a product each, of the rows that chose it, and all else is done once for the rows of all.
+Both choose by a softmax. On ties QMoE chooses other experts than TopK, and it always normalizes weights. So experts are
+chosen before: both operators get the logarithms of the chosen experts' weights, and the least float for the others.
+Both want the rows of gate and up in turn. QMoE takes MXFP4 as checkpoints store it, computes with floats, and reads
+only the chosen experts of the mapped file. Neither has gelu: each such expert is a product of the rows that chose it.
 """
 
 from collections.abc import Mapping, Sequence

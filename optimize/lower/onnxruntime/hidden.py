@@ -7,9 +7,9 @@ from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, initializer, node_after, vector
 from llmc.optimize.quantize.rotation import rotation
 
-# Where a graph of packed rows keeps the value of which token that counts lies in which place of the rows.
+# Key of a graph's metadata for the value that maps places in rows to packed tokens.
 SLOTS = "slots"
-# Where a graph whose last layers compute only rows whose logits are wanted keeps what these give.
+# Key of a graph's metadata for the last hidden states, if the last layers compute only rows with logits.
 LAST_ROWS = "last_rows"
 
 
