@@ -85,7 +85,7 @@ def test_a_folder_that_is_no_whole_checkpoint_is_refused(checkpoint, name):
 
 def test_a_missing_folder_is_named(checkpoint):
     checkpoint.folder = checkpoint.folder / "nowhere"
-    refuses(checkpoint, "nowhere is no folder", "local Hugging Face checkpoint folder")
+    refuses(checkpoint, "nowhere is not a folder", "local Hugging Face checkpoint folder")
 
 
 def test_an_adapter_alone_is_no_model(checkpoint):

@@ -168,12 +168,12 @@ def without(file: str) -> Callable[[Path], None]:
         (spoilt("sentence_bert_config.json", modality_config={"image": {}}), "modality_config=.* is unsupported"),
         (without("1_Pooling/config.json"), "no 1_Pooling/config.json, but modules.json"),
         (without("2_Dense/model.safetensors"), "no 2_Dense/model.safetensors"),
-        (without("modules.json"), "without a modules.json nothing says how a text's vector"),
+        (without("modules.json"), "there is no modules.json to define its vectors"),
         (
             lambda folder: encoders.write_modules(folder, ["Transformer", "LogitScore", "Pooling"]),
             "LogitScore, Pooling",
         ),
-        (listing({"path": "", "type": "their.code.Model"}), "their.code.Model in '' is unsupported, for llmc runs no"),
+        (listing({"path": "", "type": "their.code.Model"}), "their.code.Model in '' is unsupported, since"),
         (listing({"path": "../..", "type": "x"}), "module 0 has no type and the name of a folder"),
     ],
 )

@@ -143,9 +143,9 @@ def test_a_truncated_file_is_named(folder, tmp_path, share):
         ({"expert_used_count": 8}, ["llama.expert_used_count is 8", "expected 0"]),
         ({"expert_used_count": [0, 8]}, ["llama.expert_used_count is array([0, 8]", "expected 0"]),
         ({"general.type": "adapter"}, ["is an adapter, not a whole model"]),
-        ({"split.count": [1, 2]}, ["is said to be one of array([1, 2]", "expected a name such as"]),
+        ({"split.count": [1, 2]}, ["says that it is one of array([1, 2]", "expected a name such as"]),
         ({"attention.brand_new": 1.5}, ["llama.attention.brand_new=1.5 is not known to llmc"]),
-        ({"rope.freq_base": 10_000.0}, ["rope_freqs.weight are no factors of Llama 3's rule"]),
+        ({"rope.freq_base": 10_000.0}, ["rope_freqs.weight do not follow Llama 3's rule"]),
     ],
 )
 def test_metadata_that_cannot_be_right_are_named(folder, tmp_path, metadata, words):
@@ -170,7 +170,7 @@ def test_sizes_of_recurrent_layers_that_cannot_be_right_are_named(random_checkpo
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("feed_forward_length", [96] * 5 + [288], ["[96, 96, 96, 96, 96, 288]", "twice it in the last 3 layers"]),
+        ("feed_forward_length", [96] * 5 + [288], ["[96, 96, 96, 96, 96, 288]", "doubled in the last 3 layers"]),
         ("feed_forward_length", [96.5] * 6, ["a number for each of the 6 layers"]),
         ("attention.value_length_swa", 8, ["gemma4.attention.value_length_swa is 8", "the width of a head, 16"]),
         ("attention.sliding_window_pattern", [True, False], ["layer_types=", "6"]),
@@ -198,7 +198,7 @@ def test_blocks_of_no_numbers_are_named(random_checkpoint, tmp_path):
     data[place : place + 2] = np.float16("nan").tobytes()
     path.write_bytes(data)
     weight = read_weights(export(path, tmp_path / "export").output)["model.layers.1.mlp.up_proj.weight"]
-    with pytest.raises(CheckpointError, match=r"model.gguf: .*\.1\.mlp\.up_proj\.weight holds weights that are no"):
+    with pytest.raises(CheckpointError, match=r"model.gguf: .*\.1\.mlp\.up_proj\.weight holds NaN or infinite weights"):
         rows_of(weight)
 
 
@@ -225,7 +225,7 @@ def test_a_part_that_is_missing_or_not_the_first_is_named(folder, tmp_path):
     refuses(first, "model-00003-of-00003.gguf is missing, a part of model-00001-of-00003.gguf")
     first.rename(tmp_path / "renamed.gguf")
     refuses(
-        tmp_path / "renamed.gguf", "is said to be one of 3 files; expected a name such as model-00001-of-00003.gguf"
+        tmp_path / "renamed.gguf", "says that it is one of 3 files; expected a name such as model-00001-of-00003.gguf"
     )
 
 

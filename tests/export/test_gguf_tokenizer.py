@@ -126,12 +126,12 @@ PIECES: dict[str, Any] = {
         ({"pre": "brand-new"}, "tokenizer.ggml.pre='brand-new' is unsupported; expected one of gpt-2, "),
         ({"pre": None}, "tokenizer.ggml.pre=None is unsupported"),
         ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
-        ({"tokens": 3}, "tokenizer.ggml.tokens is missing, or no list of texts"),
+        ({"tokens": 3}, "tokenizer.ggml.tokens is missing, or not a list of texts"),
         ({"token_type": [1]}, "tokenizer.ggml.token_type is missing, or not a number for each of the tokens"),
         ({"merges": None}, "tokenizer.ggml.merges is missing"),
-        ({"merges": ["ab"]}, "the merge 'ab' is none of two tokens to a third"),
-        ({"merges": ["a a"]}, "the merge 'a a' is none of two tokens to a third"),
-        ({"merges": ["a b"] * 2_000_000}, "it has 2000000 merges, at most 1048576 are expected"),
+        ({"merges": ["ab"]}, "the merge 'ab' does not join two tokens to a third"),
+        ({"merges": ["a a"]}, "the merge 'a a' does not join two tokens to a third"),
+        ({"merges": ["a b"] * 2_000_000}, "it has 2000000 merges, expected at most 1048576"),
         ({"tokens": [*WORDS["tokens"][:6], "b", ""]}, "tokens 5 and 6 are both 'b'"),
         ({"bos_token_id": -1}, "bos_token_id=-1 is unsupported; expected an id below 8"),
         ({"bos_token_id": "0"}, "bos_token_id='0' is unsupported"),
@@ -168,4 +168,4 @@ def test_what_no_sentencepiece_has_is_refused(changes, words):
 
 def test_an_id_without_a_token_is_left_out_with_a_note():
     found = rebuilt({**WORDS, "eos_token_id": 8})
-    assert (found.ends, found.notes) == ((2,), ("eos_token_id=8 was left out, for the file has 8 tokens",))
+    assert (found.ends, found.notes) == ((2,), ("eos_token_id=8 was left out, since the file has 8 tokens",))
