@@ -44,8 +44,8 @@ CASES: dict[str, tuple[bytes, str]] = {
     "another format": (header(magic=b"PK\3\4"), r"is not a GGUF file (it begins with b'PK\x03\x04')"),
     "version 1": (header(version=1), "version 1; expected GGUF version 2 or 3"),
     "big-endian": (header(version=3 << 24), "big-endian"),
-    "tensors without end": (header(tensors=HUGE), f"it counts {HUGE} tensors, at most {MOST_ENTRIES}"),
-    "metadata without end": (header(entries=HUGE), f"it counts {HUGE} metadata, at most {MOST_ENTRIES}"),
+    "tensors without end": (header(tensors=HUGE), f"it counts {HUGE} tensors, expected at most {MOST_ENTRIES}"),
+    "metadata without end": (header(entries=HUGE), f"it counts {HUGE} metadata, expected at most {MOST_ENTRIES}"),
     "a text without end": (header(struct.pack("<Q", HUGE), entries=1), "its header goes on beyond"),
     "a key of a thousand letters": (header(entry("k" * 1000, 7, b"\1"), entries=1), "a key of 1000 characters"),
     "a key of two lines": (header(entry("k\nllmc: fine", 7, b"\1"), entries=1), r"'k\nllmc: fine' is a key with char"),
@@ -56,7 +56,7 @@ CASES: dict[str, tuple[bytes, str]] = {
     "an array of arrays": (header(entry("k", 9, struct.pack("<IQ", 9, 1)), entries=1), "an array of type 9"),
     "an array without end": (
         header(entry("k", 9, struct.pack("<IQ", 0, HUGE)), entries=1),
-        f"it counts {HUGE} items of k, at most {MOST_ITEMS}",
+        f"it counts {HUGE} items of k, expected at most {MOST_ITEMS}",
     ),
     "an array longer than the file": (
         header(entry("k", 9, struct.pack("<IQ", 8, MOST_ITEMS)), entries=1),
@@ -74,8 +74,8 @@ CASES: dict[str, tuple[bytes, str]] = {
     ),
     "a type that nobody knows": (header(tensor(kind=99), tensors=1), "tensor a is of type number 99"),
     "a tensor twice": (header(tensor(), tensor(offset=32), tensors=2), "two of its tensors have one name"),
-    "tensors over one another": (header(tensor(), tensor("b"), tensors=2), "b lies at 0 of the data, expected 32"),
-    "a gap": (header(tensor(), tensor("b", offset=64), tensors=2), "b lies at 64 of the data, expected 32"),
+    "tensors over one another": (header(tensor(), tensor("b"), tensors=2), "b is at 0 of the data, expected 32"),
+    "a gap": (header(tensor(), tensor("b", offset=64), tensors=2), "b is at 64 of the data, expected 32"),
     "an odd alignment": (header(ALIGNMENT, entries=1), "general.alignment=48 is unsupported"),
 }
 

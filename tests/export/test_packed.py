@@ -49,7 +49,7 @@ def test_two_names_of_one_parameter_are_refused(exported, tmp_path):
         tensors["model.embed_tokens.weight"] = tensors["transformer.wte.weight"]
 
     folder = changed(exported("gpt2-scale-by-layer").checkpoint, tmp_path, change)
-    with pytest.raises(CheckpointError, match=r"is here twice, the second time as model\.embed_tokens\.weight"):
+    with pytest.raises(CheckpointError, match=r"is stored twice, the second time as model\.embed_tokens\.weight"):
         read_checkpoint(folder)
 
 
