@@ -580,7 +580,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, "1"]}}, {}, "expected a list of layers"),
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}}, {}, "some of the 6 of the model"),
     ({}, {"d2t": torch.zeros(ROWS, dtype=torch.int64) - torch.arange(ROWS)}, "repeats tokens"),
-    ({}, {"d2t": torch.arange(ROWS) * 3}, "beyond the model's 96"),
+    ({}, {"d2t": torch.arange(ROWS) * 3}, "exceeds the model's 96"),
     ({}, {"d2t": torch.zeros(ROWS)}, "not a tensor I64"),
     ({}, {"fc.weight": torch.zeros(N, 2 * N)}, "model.fc.weight has shape"),
 ]
