@@ -31,7 +31,7 @@ DTYPE_NAMES = {
     "I4": "int4",
     "BOOL": "bool",
 }
-ITEM_BITS = {"I64": 64, "F32": 32, "I32": 32, "F16": 16, "BF16": 16, "I4": 4}
+ITEM_BITS = {"F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I4": 4}
 ITEM_BITS |= dict.fromkeys(("F8_E4M3", "F8_E8M0", "I8", "U8", "BOOL"), 8)
 SUFFIX = ".safetensors"
 # Most dimensions of a tensor; decoders have one or two.

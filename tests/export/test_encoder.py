@@ -173,10 +173,7 @@ def without(file: str) -> Callable[[Path], None]:
             lambda folder: encoders.write_modules(folder, ["Transformer", "LogitScore", "Pooling"]),
             "LogitScore, Pooling",
         ),
-        (
-            listing({"path": "", "type": "their.code.Model"}),
-            "their.code.Model in '' is unsupported, since llmc runs no",
-        ),
+        (listing({"path": "", "type": "their.code.Model"}), "their.code.Model in '' is unsupported, since"),
         (listing({"path": "../..", "type": "x"}), "module 0 has no type and the name of a folder"),
     ],
 )

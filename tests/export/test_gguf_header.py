@@ -198,7 +198,7 @@ def test_blocks_of_no_numbers_are_named(random_checkpoint, tmp_path):
     data[place : place + 2] = np.float16("nan").tobytes()
     path.write_bytes(data)
     weight = read_weights(export(path, tmp_path / "export").output)["model.layers.1.mlp.up_proj.weight"]
-    with pytest.raises(CheckpointError, match=r"model.gguf: .*\.1\.mlp\.up_proj\.weight holds NaN or infinite"):
+    with pytest.raises(CheckpointError, match=r"model.gguf: .*\.1\.mlp\.up_proj\.weight holds NaN or infinite weights"):
         rows_of(weight)
 
 

@@ -348,7 +348,7 @@ def test_names_of_all_ages_are_known(checkpoint: Path, tmp_path: Path, rename: C
 def test_a_checkpoint_without_its_processor_names_the_way_out(checkpoint: Path, tmp_path: Path):
     folder = towers.copy_checkpoint(checkpoint, tmp_path)
     (folder / "preprocessor_config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no preprocessor_config.json .*; get it, or .* with --text-only"):
+    with pytest.raises(CheckpointError, match=r"no preprocessor_config.json, .*; get it, or .* with --text-only"):
         read_checkpoint(folder)
 
 
