@@ -153,7 +153,7 @@ def _image_rows(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def prompt_rows(manifest: Manifest) -> list[tuple[str, str]]:
-    """How the build reduces outliers, if activations of prompts are rounded token by token."""
+    """The way the build reduces outliers, if activations of prompts are rounded token by token."""
     recipe = manifest.recipe
     if recipe.activations != "per-token":
         return []

@@ -35,9 +35,9 @@ class Attention:
         return f"{self.name}.o_proj"
 
     @property
-    def inner_norms(self) -> frozenset[str]:
+    def inner_norms(self) -> tuple[str, ...]:
         """Names of norms that read no residual stream, and whose output no linear reads."""
-        return frozenset(f"{self.name}.{part}_norm" for part in "qk")
+        return tuple(f"{self.name}.{part}_norm" for part in "qk")
 
     @property
     def group_size(self) -> int:

@@ -43,9 +43,9 @@ class Recurrent:
         return f"{self.name}.out_proj"
 
     @property
-    def inner_norms(self) -> frozenset[str]:
+    def inner_norms(self) -> tuple[str, ...]:
         """Names of norms that read no residual stream, and whose output no linear reads."""
-        return frozenset({f"{self.name}.norm"})
+        return (f"{self.name}.norm",)
 
     @property
     def silus(self) -> int:

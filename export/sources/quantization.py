@@ -39,7 +39,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a checkpoint stores quantized weights."""
+    """The form in which a checkpoint stores quantized weights."""
 
     method: str  # one of :data:`METHODS`
     grids: tuple[Grid, ...]  # formats that a quantized linear may have

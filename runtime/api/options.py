@@ -18,7 +18,7 @@ DECODE_STEPS_PER_CHUNK = 28
 
 
 class Determinism(str, Enum):
-    """What a request's tokens may depend on, besides its prompt, its parameters and its seed.
+    """The things that a request's tokens may depend on, besides its prompt, its parameters and its seed.
 
     FAST: on the requests that share its batches, on prefixes cached while tokens were generated, and on speculation. A
         request alone, without speculation, gives the same tokens every time. The fastest kernels run.

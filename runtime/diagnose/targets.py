@@ -1,4 +1,4 @@
-"""Which precisions a GPU lacks on each target, by its compute capability."""
+"""The precisions that a GPU lacks on each target, by its compute capability."""
 
 from llmc.bundle import version
 

@@ -58,7 +58,7 @@ _OPENAI = "[OpenAI](https://platform.openai.com/docs/api-reference/chat/create)"
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are chosen, and when its output ends.
+    """The choice of one request's tokens, and the end of its output.
 
     Names and meanings are those of transformers' ``GenerationConfig``, vLLM's ``SamplingParams`` and otherwise
     llama.cpp. Everything is off by default. Each field states its range, its meaning and its source.

@@ -26,7 +26,7 @@ _LONGEST_KEPT = 8 * 1024  # characters of a tool's schema whose check is cached
 
 @dataclass(frozen=True)
 class ChatPlan:
-    """How an answer is read and constrained.
+    """The way an answer is read and constrained.
 
     Args:
         calls: the format of calls; None reads none.
@@ -183,7 +183,7 @@ def _without_odd_names(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[
 
 
 def _check_call(calls: CallFormat, tool: Tool) -> tuple[str, str] | None:
-    """Why a call of the tool cannot be enforced, and the advice; None if it can."""
+    """The reason a call of the tool cannot be enforced, and the advice; None if it can."""
     text = json.dumps(tool.parameters)
     return (_refuse_call if len(text) <= _LONGEST_KEPT else _refuse_call.__wrapped__)(calls, tool.name, text)
 

@@ -15,7 +15,7 @@ from llmc.cli import options
 from llmc.cli.chat import chat_command
 from llmc.cli.run import run_command
 from llmc.errors import RequestError
-from llmc.runtime import Output, SamplingParams
+from llmc.runtime import Generator, Output, SamplingParams
 
 SEVERAL = dataclasses.replace(RESULT, outputs=(*RESULT.outputs, Output(1, "cd", (3, 4), "length", None, -1.25)))
 FIELDS = {field.name: field for field in dataclasses.fields(SamplingParams)}
@@ -36,7 +36,14 @@ def test_text_goes_to_stdout_and_nothing_else_anywhere(llmc, model: FakeModel, t
     assert (ran.code, ran.out, ran.err) == (0, "ab\n", "")
     assert (model.asked, model.sampling) == (["Once"], [{}])
     unset = dict.fromkeys(("threads", "max_context", "self_test", "verify", "memory"))
-    assert model.loaded == {"bundle": tmp_path, **unset, "emulate": False, "device": 0, "draft": "auto"}
+    assert model.loaded == {
+        "bundle": tmp_path,
+        **unset,
+        "emulate": False,
+        "device": 0,
+        "draft": "auto",
+        "kind": Generator,
+    }
     assert model.closed
 
 
@@ -110,6 +117,7 @@ def test_options_of_loading_reach_the_library(llmc, model: FakeModel, tmp_path: 
         "determinism": "strict",
         "max_batch": 4,
         "prefix_cache_folder": tmp_path,
+        "kind": Generator,
     }
 
 

@@ -55,8 +55,8 @@ VERBS = (
     Verb("chat BUNDLE --max-tokens 2", "cpu", stdin="Hello\n"),
     Verb("verify BUNDLE", "cpu"),
     Verb("bench BUNDLE --prompt-length 8 --new-tokens 2 --repeats 1", "cpu"),
-    Verb("embed BUNDLE Once", "cpu", code=2),  # it generates
-    Verb("rank BUNDLE Once Twice", "cpu", code=2),
+    Verb("embed BUNDLE Once", code=2),  # it generates
+    Verb("rank BUNDLE Once Twice", code=2),
     Verb("eval BUNDLE --window 16 --max-windows 1", "cpu build"),
     Verb("build EXPORT -o NEW", "cpu build"),
     Verb("export CHECKPOINT -o NEW", "export"),

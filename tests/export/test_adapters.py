@@ -135,7 +135,7 @@ REFUSED = {
     "a wild pattern": (tensors(), {"rank_pattern": {"(a+)+": 4}}, "rank_pattern='(a+)+' is unsupported"),
     "another rank": (tensors(), {"r": 8}, "factors of rank 4 and 4, but adapter_config.json says 8"),
     "no number": (nan(tensors()), {}, "lora_B.weight holds NaN or infinite values"),
-    "one factor": (HALF, {}, "has lora_A [4, 64]; expected matrices lora_A and lora_B: get"),
+    "one factor": (HALF, {}, "has lora_A [4, 64]; expected matrices lora_A and lora_B: download the adapter again"),
     "no magnitude": (tensors(), {"use_dora": True}, "and lora_magnitude_vector for a linear"),
     "an unknown tensor": ({"x.lora_E": np.ones(4, np.float32)}, {}, "x.lora_E of type F32 is unsupported"),
     "another width": (tensors(inputs=32), {}, "q_proj.weight as [64, 32], but"),

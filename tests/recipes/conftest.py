@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 from doubles.modules import random_checkpoints
+from doubles.tiny import BASE
 
 BENCHMARKS = Path(__file__).parents[2] / "recipes" / "benchmarks"
 # Of the random checkpoints one per family that a recipe is built on.
@@ -43,5 +44,5 @@ def family_export(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     folder, source = tmp_path_factory.mktemp(request.param), random_checkpoints()
     made = source.make_case(CASE_OF_FAMILY[request.param], tmp_path_factory).export
     own = Path(shutil.copytree(made, folder / "export", ignore=shutil.ignore_patterns("tokenizer.json")))
-    write_character_tokenizer(own, source.BASE["vocab_size"])
+    write_character_tokenizer(own, BASE["vocab_size"])
     return own

@@ -29,8 +29,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def bundle(case: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bundle") / "bundle"
-    wanted = BuildRequest(precision="fp32", max_batch=4, prefill_chunk=CHUNK)
-    build(BuildRequest(case.export, folder, recipe=wanted))
+    build(BuildRequest(case.export, folder, precision="fp32", max_batch=4, prefill_chunk=CHUNK))
     return folder
 
 

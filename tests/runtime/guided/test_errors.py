@@ -33,10 +33,10 @@ SCHEMA: dict[str, Any] = {"type": "object", "properties": {"name": {"type": "str
 
 USAGE = [
     ({"regex": "a\ud800"}, "character 1 is a lone surrogate"),
-    ({"json_schema": "{"}, "no JSON: Expecting property name"),
+    ({"json_schema": "{"}, "not valid JSON: Expecting property name"),
     ({"json_schema": "[1]"}, "JSON of type list, expected an object"),
-    ({"json_schema": '{"a":' * 100_000}, "no JSON: maximum recursion depth"),
-    ({"json_schema": {"minimum": float("nan")}}, "no JSON"),
+    ({"json_schema": '{"a":' * 100_000}, "not valid JSON: maximum recursion depth"),
+    ({"json_schema": {"minimum": float("nan")}}, "not valid JSON"),
 ]
 GRAMMAR = [
     ({"regex": "(a"}, "unclosed group"),
