@@ -1,4 +1,4 @@
-"""``llmc plan``: memory of each stage that lies ahead, before anything is done."""
+"""``llmc plan``: memory of each phase that lies ahead, before anything is done."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from llmc.origin import copy_own
 if TYPE_CHECKING:
     from llmc.bundle import Geometry
     from llmc.export.sources.checkpoint import Checkpoint
-    from llmc.runtime.bench.stages import Ahead, Stage
+    from llmc.runtime.bench.phases import Ahead, Phase
 
 NO_GPU = "GPU: none can be asked here; say with --gpu-memory what the one has that it is for"
 UNKNOWN = "not known whether it fits"
 
 
-@click.command("plan", short_help="Say what memory each stage from PATH to tokens takes.", cls=SectionCommand)
+@click.command("plan", short_help="Say what memory each phase from PATH to tokens takes.", cls=SectionCommand)
 @click.argument("path", type=source_path)
 @click.option("--max-context", type=click.IntRange(min=1), help="Tokens in the cache.  [default: the most possible]")
 @click.option("--max-batch", type=click.IntRange(min=1), default=1, help="Sequences at a time.")
@@ -58,14 +58,14 @@ UNKNOWN = "not known whether it fits"
 @json_option
 @debug_option
 def plan_command(path: Path, as_json: bool, **asked: Any) -> None:
-    """Say what memory each stage from PATH, a checkpoint, an export or a bundle, to tokens takes at its peak.
+    """Say what memory each phase from PATH, a checkpoint, an export or a bundle, to tokens takes at its peak.
 
-    Exits with 1 if a stage does not fit into what is available, or into --memory and --gpu-memory. Peaks are resident
+    Exits with 1 if a phase does not fit into what is available, or into --memory and --gpu-memory. Peaks are resident
     memory. Beside them stand the bytes that PATH takes on disk.
     """
     from llmc.cli.inspect import disk_row
     from llmc.cli.summary import summarize
-    from llmc.runtime.bench.stages import refusal
+    from llmc.runtime.bench.phases import refusal
 
     with _source(path) as (folder, geometry, copied):
         ahead = _ahead(folder, geometry, copied, **asked)
@@ -76,18 +76,18 @@ def plan_command(path: Path, as_json: bool, **asked: Any) -> None:
         report: dict[str, object] = {"path": path, "available": machine.bytes, "source": machine.source}
         report |= {"gpu": ahead.memories.gpu, "unified_memory": ahead.memories.unified} if ahead.on_gpu else {}
         report |= {"elsewhere": elsewhere} if elsewhere else {}
-        show.print_json({**report, "disk": on_disk, "stages": [numbers(stage) for stage in ahead.stages]})
+        show.print_json({**report, "disk": on_disk, "phases": [numbers(phase) for phase in ahead.phases]})
     else:
         click.echo(f"on disk: {disk_row(on_disk)}")
-        if writes := [f"{it.plan.stage} {show.size(it.plan.writes)}" for it in ahead.stages if it.plan.writes]:
-            precision = next(stage.plan.precision for stage in ahead.stages if stage.plan.precision)
+        if writes := [f"{it.plan.phase} {show.size(it.plan.writes)}" for it in ahead.phases if it.plan.writes]:
+            precision = next(phase.plan.precision for phase in ahead.phases if phase.plan.precision)
             words = "the checkpoint's own" if precision == "source" else precision
             click.echo(f"writes: {', '.join(writes).replace('build', 'bundle')}, precision {words}")
         click.echo()
-        print_stages(ahead)
+        print_phases(ahead)
         for stage in elsewhere:
             click.echo(f"elsewhere: stage {stage.number}, layers {stage.first} to {stage.last}")
-    if problem := refusal(ahead.stages):
+    if problem := refusal(ahead.phases):
         raise ResourceError(problem, path=path)
 
 
@@ -101,18 +101,18 @@ def _ahead(
     unified: bool | None,
     **how: Any,
 ) -> Ahead:
-    from llmc.runtime.bench.stages import find_memories, hold, plan_bundle
+    from llmc.runtime.bench.phases import find_memories, hold, plan_bundle
     from llmc.runtime.sessions.staged import find_stages
 
     if geometry is not None:
-        from llmc.optimize.plan.stages import plan_stages
+        from llmc.optimize.plan.phases import plan_phases
         from llmc.optimize.targets import capabilities
 
         on_gpu = capabilities(how["target"]).has_gpu
         memories = find_memories(on_gpu, memory, gpu_memory, unified)
         size = gpu_memory or (memory if memories.unified else None)
         request = make_request(path, **how)
-        plans = plan_stages(request, geometry, unified=memories.unified, gpu_memory=size, copied=copied)
+        plans = plan_phases(request, geometry, unified=memories.unified, gpu_memory=size, copied=copied)
         return hold(plans, memories, on_gpu)
     context, batch = how.pop("max_context"), how.pop("max_batch")
     manifest = read_bundle(path)
@@ -169,7 +169,7 @@ def check_export(checkpoint: Path, text_only: bool = False, memory: int | None =
     """Refuse to export if memory does not suffice, or a tokenizer that does not work. Return the model's geometry and
     the bytes of its tokenizer; None for a broken checkpoint, which the exporter reports."""
     from llmc.export.sources.checkpoint import read_checkpoint
-    from llmc.runtime.bench.stages import Stage, export_plan, refusal
+    from llmc.runtime.bench.phases import Phase, export_plan, refusal
     from llmc.runtime.kv.budget import usable_memory
     from llmc.runtime.text.trial import try_tokenizer
 
@@ -181,17 +181,17 @@ def check_export(checkpoint: Path, text_only: bool = False, memory: int | None =
         try_tokenizer(folder)
         tokenizer_bytes = (folder / TOKENIZER_FILE).stat().st_size
     plan = export_plan(source.geometry, tokenizer_bytes)
-    if problem := refusal([Stage(plan, plan.verdict(usable_memory(0, memory)))]):
+    if problem := refusal([Phase(plan, plan.verdict(usable_memory(0, memory)))]):
         raise ResourceError(problem, path=checkpoint)
     return source.geometry, tokenizer_bytes
 
 
-def numbers(stage: Stage) -> dict[str, object]:
-    """A stage in JSON; None for all that follows from a limit that is not known."""
-    plan, verdict = stage.plan, stage.verdict
+def numbers(phase: Phase) -> dict[str, object]:
+    """A phase in JSON; None for all that follows from a limit that is not known."""
+    plan, verdict = phase.plan, phase.verdict
     known = ("fits", "missing", "largest_context", "largest_batch")
     return {
-        "stage": plan.stage,
+        "phase": plan.phase,
         **({"layers": [plan.layers[0], plan.layers[-1]]} if plan.layers else {}),
         "context": plan.context,
         "batch": plan.batch,
@@ -206,10 +206,10 @@ def numbers(stage: Stage) -> dict[str, object]:
     }
 
 
-def print_stages(ahead: Ahead) -> None:
-    for stage in ahead.stages:
-        plan, verdict = stage.plan, stage.verdict
-        at = f" {plan.context} tokens x {plan.batch}" if plan.stage.startswith("run") else ""
+def print_phases(ahead: Ahead) -> None:
+    for phase in ahead.phases:
+        plan, verdict = phase.plan, phase.verdict
+        at = f" {plan.context} tokens x {plan.batch}" if plan.phase.startswith("run") else ""
         at = f": layers {plan.layers[0]} to {plan.layers[-1]},{at}" if plan.layers else at
         rows = [(name, show.size(count)) for name, count in plan.parts.items() if count]
         state = UNKNOWN
@@ -220,11 +220,11 @@ def print_stages(ahead: Ahead) -> None:
             rows.append(("per-layer table", f"{show.size(plan.per_layer_table)}  beside: rows are read from its file"))
         if plan.seconds:
             rows.append(("time", f"{show.minutes(plan.seconds)} if nothing else computes here"))
-        show.print_table((plan.stage + at, ""), rows)
+        show.print_table((plan.phase + at, ""), rows)
         click.echo()
         if plan.graphs:
             sizes = [(name, show.size(it.disk), show.size(it.memory)) for name, it in plan.graphs.items()]
-            show.print_table((plan.stage + at, "on disk", "at its peak"), sizes)
+            show.print_table((plan.phase + at, "on disk", "at its peak"), sizes)
             click.echo()
     memories = ahead.memories
     shared = ", CPU and GPU together" if memories.unified else ""

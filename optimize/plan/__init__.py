@@ -1,1 +1,1 @@
-"""Memory of every stage, before anything is done."""
+"""Memory of every phase, before anything is done."""

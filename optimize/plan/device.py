@@ -6,7 +6,7 @@ from llmc.bundle import CACHE_BYTES, MOST_CANDIDATES, EngineConfig, Geometry, Li
 from llmc.bundle.model.names import HEAD
 from llmc.optimize.lower.context import Computed, Float16, Float32, choose_table_config, quant_configs
 from llmc.optimize.plan.memory import HOST, INTERPRETER, LOGITS_COPIES, MB, activation_bytes, linear_bytes, table_bytes
-from llmc.runtime.bench.stages import TOKENIZER_FACTOR
+from llmc.runtime.bench.phases import TOKENIZER_FACTOR
 from llmc.runtime.sessions.tensorrt.steps import KEPT_STEPS
 
 # The driver's context and the libraries' kernels: 300 to 600 MB are usual.

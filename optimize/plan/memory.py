@@ -33,7 +33,7 @@ from llmc.optimize.lower.context import (
 from llmc.optimize.lower.onnxruntime.experts import fit_block
 from llmc.optimize.quantize.grid import OFFSETS
 from llmc.optimize.recipe import needs_calibration
-from llmc.runtime.bench.stages import TOKENIZER_FACTOR
+from llmc.runtime.bench.phases import TOKENIZER_FACTOR
 from llmc.runtime.kv.budget import MemoryEstimate
 from llmc.runtime.vision.decode import DECODING_BYTES
 from llmc.runtime.vision.tower import KEPT_BYTES
@@ -308,7 +308,7 @@ def plan_rebuild(manifest: Manifest, one_memory: bool = False) -> MemoryEstimate
     recipe = replace(manifest.recipe, scheme="rtn", smoothing=0.0, activations="none", sparsity="", pruning="")
     device = manifest.device
     plan = plan_build(manifest.geometry, recipe, manifest.limits, 0, device=device, one_memory=one_memory)
-    return replace(plan, stage="rebuild")
+    return replace(plan, phase="rebuild")
 
 
 def _estimate_quantizing(geometry: Geometry, recipe: Recipe) -> dict[str, int]:

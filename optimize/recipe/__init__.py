@@ -16,7 +16,7 @@ from llmc.bundle.model.names import SENSITIVE
 from llmc.errors import UsageError, format_name, format_value, printable
 from llmc.optimize.recipe.engine import EngineRequest
 from llmc.optimize.targets import Capabilities
-from llmc.runtime.bench.stages import LARGEST_BATCH
+from llmc.runtime.bench.phases import LARGEST_BATCH
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
 from llmc.strict import parse_toml, read_bytes
 

@@ -1,4 +1,4 @@
-"""Memory is planned before it is taken: how the cache grows, what it may take, and what a stage needs in all."""
+"""Plan memory before it is taken: the growth of the cache, its limit, and what a phase of a build or a run needs."""
 
 from bisect import bisect_right
 from collections.abc import Callable
@@ -15,7 +15,7 @@ LARGE_STEP = 1024
 MB = 1_000_000
 # Bytes beside, for each of weights that become uint8 while a graph is opened: 272 MB for 168 (ONNX Runtime 1.32).
 CONVERSION = 1.65
-GPU = "run on the GPU"  # the stage whose memory is not the machine's
+GPU = "run on the GPU"  # the phase whose memory is not the machine's
 
 
 def next_capacity(needed: int, maximum: int) -> int:
@@ -108,9 +108,9 @@ class Sizes:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory of one stage at its peak: resident bytes by name, pages of mapped files included."""
+    """The memory of one phase at its peak: resident bytes by name, pages of mapped files included."""
 
-    stage: str  # export, build, run or GPU
+    phase: str  # export, build, run or GPU
     parts: dict[str, int]
     # cached tokens of a row, and rows, that the parts are for
     context: int
@@ -123,7 +123,7 @@ class MemoryEstimate:
     graphs: dict[str, Sizes] = field(default_factory=dict)
     box: int = 0  # bytes of the box that it is for, 0 where that is this machine
     layers: range | None = None  # that it runs of a model in stages; None of a whole one
-    writes: int = 0  # bytes that the stage writes to disk, 0 for none; `precision` of the weights among them
+    writes: int = 0  # bytes that the phase writes to disk, 0 for none; `precision` of the weights among them
     precision: str = ""
 
     @property
@@ -132,7 +132,7 @@ class MemoryEstimate:
 
     def of_stage(self, number: int, layers: range, box: int = 0) -> "MemoryEstimate":
         """This as that of a stage of a model, which its name says."""
-        return replace(self, stage=f"run stage {number}", layers=layers, box=box)
+        return replace(self, phase=f"run stage {number}", layers=layers, box=box)
 
     def verdict(self, available: int) -> Verdict:
         context = largest(self.limits.max_context, lambda n: self.needed(n, self.batch), available)
@@ -146,7 +146,7 @@ class MemoryEstimate:
             return
         parts = ", ".join(f"{size // MB} {name}" for name, size in self.parts.items() if size >= MB)
         raise ResourceError(
-            f"to {self.stage} it needs {_round_to_mb(self.total)} MB ({parts}), {available // MB} MB "
+            f"to {self.phase} it needs {_round_to_mb(self.total)} MB ({parts}), {available // MB} MB "
             f"are available, {_round_to_mb(verdict.missing)} MB are missing",
             what_fits(self, verdict),
             path=what,

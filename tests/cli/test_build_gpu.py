@@ -160,12 +160,12 @@ def test_emulation_reaches_the_loader(
 
 @pytest.fixture
 def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    monkeypatch.setattr("llmc.runtime.bench.stages.memory_here", lambda: Available(64_000 * MB, "cgroup"))
+    monkeypatch.setattr("llmc.runtime.bench.phases.memory_here", lambda: Available(64_000 * MB, "cgroup"))
     return lambda probe: monkeypatch.setattr("llmc.runtime.host.probe.probe_driver", lambda: probe.driver)
 
 
 def gpu_stage(out: str) -> dict[str, Any]:
-    found: dict[str, Any] = {stage["stage"]: stage for stage in json.loads(out)["stages"]}
+    found: dict[str, Any] = {phase["phase"]: phase for phase in json.loads(out)["phases"]}
     return dict(found["run on the GPU"])
 
 
@@ -175,7 +175,7 @@ def test_a_plan_for_a_gpu_has_a_stage_on_it(llmc: Any, tiny_export: Path, probed
     ran = llmc("plan", tiny_export, "--target", target, "--max-context", 1024, "--json")
     assert ran.code == 0
     report = json.loads(ran.out)
-    assert [stage["stage"] for stage in report["stages"]] == ["build", "run", "run on the GPU"]
+    assert [phase["phase"] for phase in report["phases"]] == ["build", "run", "run on the GPU"]
     assert report["gpu"] == {"bytes": 24_000 * MB, "source": "NVIDIA GeForce RTX 4090"}
     parts = gpu_stage(ran.out)["parts"]
     assert parts["cache"] == 2 * 6 * 4 * 32 * 1024 * 2, "keys and values of 16 bits"

@@ -101,7 +101,7 @@ def test_of_a_model_in_stages_each_that_is_here_is_shown_and_planned_and_the_oth
     assert shown["memory at 512 tokens x 1"].endswith(" (this stage alone)")
     assert shown["stage-0/decode.onnx"] == "1.5 kB" and "3.0 kB graphs" in shown["on disk"]
     planned = json.loads(llmc("plan", bundle_folder, "--json").out)
-    assert {it["stage"]: it["layers"] for it in planned["stages"]} == {"run stage 0": [0, 0], "run stage 2": [4, 5]}
+    assert {it["phase"]: it["layers"] for it in planned["phases"]} == {"run stage 0": [0, 0], "run stage 2": [4, 5]}
     assert planned["elsewhere"] == [{"number": 1, "first": 1, "last": 3, "memory": None}]
     assert llmc("plan", bundle_folder).out.endswith("elsewhere: stage 1, layers 1 to 3\n")
 

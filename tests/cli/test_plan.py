@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from doubles.machines import NO_GPU, ORIN, RTX_4090, Probe
 
-from llmc.runtime.bench.stages import ONE_MEMORY, Memories, find_memories
+from llmc.runtime.bench.phases import ONE_MEMORY, Memories, find_memories
 from llmc.runtime.host.machine import Available
 
 MB = 1_000_000
@@ -21,12 +21,12 @@ DISK_TOLERANCE = 0.1
 
 
 def stages(out: str) -> dict[str, dict]:
-    return {stage["stage"]: stage for stage in json.loads(out)["stages"]}
+    return {phase["phase"]: phase for phase in json.loads(out)["phases"]}
 
 
 @pytest.fixture
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmc.runtime.bench.stages.memory_here", lambda: Available(64_000 * MB, "cgroup"))
+    monkeypatch.setattr("llmc.runtime.bench.phases.memory_here", lambda: Available(64_000 * MB, "cgroup"))
 
 
 @pytest.mark.usefixtures("roomy")
@@ -71,7 +71,7 @@ def test_a_bundle_with_an_engine_holds_its_weights_twice(llmc, tiny_export: Path
 @pytest.mark.usefixtures("roomy")
 def test_too_little_memory_is_told_before_the_export(llmc, tiny_checkpoint: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr("llmc.export.export", lambda *args, **options: pytest.fail("exported"))
-    monkeypatch.setattr("llmc.runtime.bench.stages.EXPORTER", 1)  # so that less is enough than to build
+    monkeypatch.setattr("llmc.runtime.bench.phases.EXPORTER", 1)  # so that less is enough than to build
     for memory, stage in (("5MB", "export"), ("100MB", "build")):
         ran = llmc("build", tiny_checkpoint, "-o", tmp_path / "bundle", "--memory", memory)
         assert (ran.code, list(tmp_path.iterdir())) == (1, [])
@@ -207,7 +207,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Make this a machine as a probe found it, with so much free memory."""
 
     def become(probe: Probe, free: Available = FREE) -> None:
-        monkeypatch.setattr("llmc.runtime.bench.stages.memory_here", lambda: free)
+        monkeypatch.setattr("llmc.runtime.bench.phases.memory_here", lambda: free)
         monkeypatch.setattr("llmc.runtime.host.probe.probe_driver", lambda: probe.driver)
 
     return become

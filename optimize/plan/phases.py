@@ -13,15 +13,15 @@ from llmc.optimize.plan.memory import bundle_bytes, memory_plan, plan_build
 from llmc.optimize.plan.time import estimate_build
 from llmc.optimize.recipe import BuildRequest, check_context, settle
 from llmc.optimize.targets import Capabilities, capabilities_for
-from llmc.runtime.bench.stages import LARGEST_BATCH, export_plan
+from llmc.runtime.bench.phases import LARGEST_BATCH, export_plan
 from llmc.runtime.host.machine import usable_threads
 from llmc.runtime.kv.budget import GRAPHS, MemoryEstimate, Sizes, plan_device, plan_run
 
 
-def plan_stages(
+def plan_phases(
     request: BuildRequest, geometry: Geometry, *, unified: bool = False, gpu_memory: int | None = None, copied: int = 0
 ) -> list[MemoryEstimate]:
-    """Plan the memory of each step from an export or a checkpoint to tokens.
+    """Plan the memory of each phase from an export or a checkpoint to tokens.
 
     Args:
         unified: count what building takes on a GPU, too.

@@ -32,7 +32,7 @@ LARGEST_BATCH = 1024  # the largest that a build accepts
 
 
 @dataclass(frozen=True)
-class Stage:
+class Phase:
     """A memory plan and its verdict; None if the available memory is unknown."""
 
     plan: MemoryEstimate
@@ -47,17 +47,17 @@ class Memories:
     gpu: Available | None
     unified: bool
 
-    def stage(self, plan: MemoryEstimate) -> Stage:
+    def judge(self, plan: MemoryEstimate) -> Phase:
         """Compare a plan with its memory; without a verdict if the GPU cannot be queried."""
-        memory = self.gpu if plan.stage == GPU else self.machine
-        return Stage(plan, None if memory is None else plan.verdict(plan.box or memory.bytes))
+        memory = self.gpu if plan.phase == GPU else self.machine
+        return Phase(plan, None if memory is None else plan.verdict(plan.box or memory.bytes))
 
 
 @dataclass(frozen=True)
 class Ahead:
     """The steps that remain for a folder, in order, and the memory; ``on_gpu`` if the run is on a GPU."""
 
-    stages: tuple[Stage, ...]
+    phases: tuple[Phase, ...]
     memories: Memories
     on_gpu: bool
 
@@ -66,7 +66,7 @@ def hold(plans: list[MemoryEstimate], memories: Memories, on_gpu: bool) -> Ahead
     """Compare plans with the memory; the last two are combined if CPU and GPU share it."""
     if memories.unified:
         plans = [*plans[:-2], in_one_memory(*plans[-2:])]
-    return Ahead(tuple(memories.stage(plan) for plan in plans), memories, on_gpu)
+    return Ahead(tuple(memories.judge(plan) for plan in plans), memories, on_gpu)
 
 
 def export_plan(geometry: Geometry, tokenizer_bytes: int, copied: int = 0) -> MemoryEstimate:
@@ -139,27 +139,27 @@ def _first_gpu() -> tuple[Available | None, bool]:
 
 def in_one_memory(host: MemoryEstimate, device: MemoryEstimate) -> MemoryEstimate:
     """Memory to run a bundle whose GPU uses the machine's memory: the sum of both plans."""
-    assert device.stage == GPU
+    assert device.phase == GPU
     parts = {name: size for name, size in host.parts.items() if size}
     parts |= {f"GPU {name}": size for name, size in device.parts.items()}
 
     def needed(context: int, batch: int) -> int:
         return host.needed(context, batch) + device.needed(context, batch)
 
-    return replace(device, stage=ONE_MEMORY, parts=parts, needed=needed)
+    return replace(device, phase=ONE_MEMORY, parts=parts, needed=needed)
 
 
-def refusal(stages: Sequence[Stage]) -> str:
+def refusal(phases: Sequence[Phase]) -> str:
     """A sentence about the missing memory, and one with advice; empty if nothing is missing."""
     lacks, advice = [], dict[str, list[str]]()
-    for stage in stages:
-        plan, verdict = stage.plan, stage.verdict
+    for phase in phases:
+        plan, verdict = phase.plan, phase.verdict
         if verdict is None or verdict.fits:
             continue
         needed, missing = -(-plan.total // MB), -(-verdict.missing // MB)
-        lacks.append(f"to {plan.stage} it needs {needed} MB, {missing} MB are missing")
-        remedy = LARGER_MACHINE if plan.stage == EXPORT else what_fits(plan, verdict)
-        advice.setdefault(remedy, []).append(f"to {plan.stage}")
+        lacks.append(f"to {plan.phase} it needs {needed} MB, {missing} MB are missing")
+        remedy = LARGER_MACHINE if plan.phase == EXPORT else what_fits(plan, verdict)
+        advice.setdefault(remedy, []).append(f"to {plan.phase}")
     each = [
         f" {' and '.join(names)}: {remedy}" if len(advice) > 1 else f": {remedy}" for remedy, names in advice.items()
     ]
