@@ -39,7 +39,7 @@ FEATURES = {
     "draft": Feature("speculative decoding"),
     "drafting": Feature("drafting token by token", "draft", "name another bundle"),
     "answers": Feature("generating answers", "bundle", "load its model, with this bundle as draft"),
-    "timing": Feature("timing prefill and decode", "bundle", "llmc run --stats shows the speed of an answer"),
+    "timing": Feature("timing prefill and decode", "bundle", "time whole calls: llmc run --stats, or llmc embed"),
     **dict.fromkeys(_CHAT, Feature("tool calls or bounded reasoning")),
 }
 # Features that do not go together, whatever the model is.
