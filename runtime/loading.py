@@ -374,6 +374,7 @@ def make_drafter(model: Generator, draft: str | Path | None) -> Drafter | None:
 
     Raises:
         DraftError, BundleError, ResourceError: the draft model does not fit, or cannot be loaded.
+        UsageError: it is of a kind that cannot draft.
     """
     if draft is None:
         return None
