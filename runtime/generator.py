@@ -107,6 +107,7 @@ class Generator(LoadedBundle):
         Raises:
             EngineClosedError: the model is closed.
             DraftError, BundleError: the draft model does not fit or cannot be loaded.
+            UsageError: it is of a kind that cannot draft, or the bundle is a draft head.
         """
         with self._lock:
             if self._closed:

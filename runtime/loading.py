@@ -127,7 +127,7 @@ def load(
         vision, most = manifest.geometry.vision, limits.prefill_chunk
         chunk = _in_range("prefill_chunk", prefill_chunk, most, most, min(most, vision.least_chunk) if vision else 1)
         workers = _in_range("threads", threads, usable_threads(), 1024)
-        _check_options(folder, manifest, context, engine_options, options)
+        _check_options(folder, manifest, context, engine_options, {**options, "adapters": adapters})
         check_load(folder, manifest, context, memory)
         for part, its_manifest in {folder: manifest, **before}.items():
             check_files(part, its_manifest, False if verify is None and self_test is False else verify)
@@ -374,6 +374,7 @@ def make_drafter(model: Generator, draft: str | Path | None) -> Drafter | None:
 
     Raises:
         DraftError, BundleError, ResourceError: the draft model does not fit, or cannot be loaded.
+        UsageError: it is of a kind that cannot draft.
     """
     if draft is None:
         return None

@@ -37,9 +37,9 @@ FEATURES = {
     **dict.fromkeys(_ENGINE, Feature("an engine")),
     **dict.fromkeys(_PREFIXES, Feature("a prefix cache")),
     "draft": Feature("speculative decoding"),
-    "drafting": Feature("drafts, token by token", "draft", "name another bundle"),
-    "answers": Feature("answers of its own", "bundle", "load another one"),
-    "timing": Feature("prefill and decode to time", "bundle", "llmc run --stats shows the speed of an answer"),
+    "drafting": Feature("drafting token by token", "draft", "name another bundle"),
+    "answers": Feature("generating answers", "bundle", "load its model, with this bundle as draft"),
+    "timing": Feature("timing prefill and decode", "bundle", "time whole calls: llmc run --stats, or llmc embed"),
     **dict.fromkeys(_CHAT, Feature("tool calls or bounded reasoning")),
 }
 # Features that do not go together, whatever the model is.

@@ -205,8 +205,8 @@ def _refuse_but(schema: Mapping[str, Any], known: Collection[str], where: str) -
     unknown = sorted(schema.keys() - set(known))
     if unknown:
         raise GrammarError(
+            "tools",
             f"has in {where} {format_value(unknown[0])}, which the model's format of calls cannot enforce",
-            f"has in {where} {format_value(unknown[0])}, which the model's format of calls cannot hold to",
             "leave it out",
         )
 

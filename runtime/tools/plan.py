@@ -102,7 +102,9 @@ class ChatPlan:
         arguments = dict(given)
         if self.calls is not None:
             if given.get("detokenize") is False:
-                raise UsageError("detokenize", "is False, but calls are read from text", "leave out it or the tools")
+                raise UsageError(
+                    "detokenize", "is False, but calls are read from text", "leave it out, or leave out the tools"
+                )
             form = self._form(self.calls, given)
             arguments = {name: value for name, value in given.items() if name not in GUIDES}
             arguments["grammar"] = self._grammar(self.calls, tokenizer, form)

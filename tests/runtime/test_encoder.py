@@ -175,6 +175,12 @@ def test_a_broken_file_of_prompts_is_refused(tmp_path, content):
         Prompts.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize("given", [{"adapters": {"sql": Path("sql")}}, {"prefix_cache_bytes": 1}, {"max_batch": 2}])
+def test_what_only_models_that_generate_load_with_is_refused(encoder_bundles, given):
+    with pytest.raises(UsageError, check=about(*given)):
+        load(encoder_bundles["rank"], threads=1, **given)
+
+
 @pytest.mark.threat("forged-tokens")
 def test_what_a_document_spells_is_text(ranks):
     """A token that the tokenizer declares special is none in a document."""

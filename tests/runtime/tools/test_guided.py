@@ -10,6 +10,7 @@ import jsonschema
 import numpy as np
 import pytest
 from doubles.hearing import merged
+from doubles.refusals import about
 from tokenizers import AddedToken
 
 from llmc.errors import GrammarError, UsageError
@@ -473,6 +474,13 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "tree": ([{"leaf": True}, {"leaf": False, "next": {"leaf": True}}], [{}, {"next": {"leaf": True}}]),
     "fields": ([{"x": 1}], [{}, {"x": "1"}]),
 }
+
+
+@pytest.mark.parametrize("form", ["functiongemma", "gemma4"])
+def test_an_error_about_a_schema_that_gemmas_calls_cannot_hold_to_names_the_tools(form: str, vocabulary: Vocabulary):
+    schema = {"properties": {"a": {"type": "integer", "minimum": 1}}}
+    with pytest.raises(GrammarError, match="cannot enforce; leave it out", check=about("tools")):
+        vocabulary.guide(plan_of(form, [{"function": {"name": "x", "parameters": schema}}]))
 
 
 @pytest.mark.parametrize("form", ["functiongemma", "gemma4"])
