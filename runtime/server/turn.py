@@ -58,7 +58,8 @@ class Turn(ABC, Generic[B, H]):
         self.service: Service = request.app.state.service
         self.name = self.service.find_for(self.call, body.model, None)
         self.handles: list[H] = []
-        self._adapter = {"adapter": self.name} if self.name in self.service.pool.adapters else {}
+        self._base = self.service.pool.base(self.name)
+        self._adapter = {"adapter": self.name} if self.name != self._base else {}
 
     @property
     def handle(self) -> H:
@@ -77,8 +78,9 @@ class Turn(ABC, Generic[B, H]):
         """Lease the model and submit the prompts to it, until ``held`` is closed."""
         prompts, arguments = await self.read()
         arguments = self.service.bound_sampling(self.call, arguments, len(prompts), raw=self.RAW)
-        self.model = await held.enter_async_context(self.service.pool.lease(self.name))
+        self.model = await held.enter_async_context(self.service.pool.lease(self._base))
         client = self.call.client
+        self.service.find(client, self.name)  # an adapter may have been unloaded meanwhile
         for prompt in prompts:
             with name_parameters(self.body.names):
                 prompt, own = await self.call.aside(partial(self.fit, prompt, arguments))

@@ -14,11 +14,14 @@ from llmc.runtime.api.options import EngineOptions, row_limit
 from llmc.runtime.generator import Generator
 from llmc.runtime.loaded import LoadedBundle
 from llmc.runtime.loading import MemoryNeed, load, memory_need
+from llmc.runtime.server.config import ANY_TOKENS
 from llmc.runtime.sessions.staged import plan_together, read_stages
 
 log = logging.getLogger(__name__)
 
 _DEFAULTS = {option.name: option.default for option in fields(EngineOptions)}
+# Values that nobody misses where they are left out: the service's own, and one that asks for nothing.
+_UNMISSED = {"draft": ("auto", "none"), "default_max_tokens": (ANY_TOKENS,)}
 
 
 class Loader:
@@ -71,7 +74,8 @@ class Loader:
         """
         manifest = self.read(folder)
         unused = self.options.keys() - self.options_of(manifest).keys()
-        if given := sorted(name for name in unused if self.options[name] not in (None, _DEFAULTS[name])):
+        usual = {name: (_DEFAULTS[name], *_UNMISSED.get(name, ())) for name in unused}
+        if given := sorted(name for name in unused if self.options[name] and self.options[name] not in usual[name]):
             log.warning("%s cannot use %s, and is loaded without", folder, " and ".join(given))
         try:
             options = self.options_of(manifest)

@@ -359,7 +359,7 @@ class Place:
         async with self._swapping:
             found = self._around.list_adapters(self, self.folder)
             if adapter not in found:
-                problem = f"is {format_value(adapter)}, which the bundle of {self.name} has not"
+                problem = f"is {format_value(adapter)}, which the bundle of {self.name} does not have"
                 raise UsageError("adapter", problem, "add it with llmc adapter add")
             is_loaded, loaded = self.current is not None, await self.take()
             try:

@@ -11,6 +11,7 @@ from llmc.errors import CancelledError, DeadlineError, UsageError
 from llmc.runtime import Model, load
 from llmc.runtime.bench.benchmark import benchmark
 from llmc.runtime.loading import memory_need
+from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.models.loading import Loader
 
 OPTIONS = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
@@ -50,9 +51,10 @@ def test_prefixes_are_refused_by_load_and_named_by_a_service(diffusion_models: P
     with pytest.raises(UsageError, check=about("prefix_cache_folder")):
         load(folder, self_test=False, prefix_cache_folder=tmp_path)
     options = {"prefix_cache_folder": tmp_path, "prefix_cache_bytes": None, "threads": 1, "self_test": False}
+    options |= ServerConfig().load_options
     with closing(Loader(options).load(folder, None, {})) as served:
         assert served.engine.prefixes is None
-    assert "cannot use prefix_cache_folder" in caplog.text
+    assert "cannot use prefix_cache_folder, and is loaded without" in caplog.text  # the service's defaults go unnamed
     need = memory_need(served.manifest, {"prefix_cache_bytes": 1 << 40})
     assert need == memory_need(served.manifest, {"prefix_cache_bytes": 0})
 

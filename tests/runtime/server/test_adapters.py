@@ -2,8 +2,9 @@
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from llmc.bundle import ADAPTERS_FOLDER
 from llmc.runtime import load
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.http.guarded import Guarded
+from llmc.runtime.server.models.pool import Pool
 
 KEYS = {"admin": "admin = true", "base": 'models = ["tiny"]', "own": 'models = ["sql"]'}
 KEYS["some"] = 'admin = true\nmodels = ["tiny", "mine"]'
@@ -136,6 +138,24 @@ class TestKeys:
             for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": TURNS})):
                 refused = ask(name, path, model=other, max_tokens=1, **body)
                 assert refused.status_code == 403 and f"'{name}' is not for the model '{other}'" in refused.text
+
+    @pytest.mark.threat("adapter-rights")
+    def test_see_no_other_adapter_when_theirs_goes_while_its_model_is_loaded(self, ask: Any, monkeypatch):
+        lease = Pool.lease
+
+        @asynccontextmanager
+        async def lease_and_lose(self: Pool, name: str) -> AsyncIterator[Any]:
+            async with lease(self, name) as model:
+                self.place("tiny").adapters = ("law",)
+                try:
+                    yield model
+                finally:
+                    self.place("tiny").adapters = ("sql",)
+
+        monkeypatch.setattr(Pool, "lease", lease_and_lose)
+        refused = ask("own", "/v1/completions", model="sql", prompt="a", max_tokens=1)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+        assert "law" not in refused.text
 
     def test_see_the_states_of_models_alone(self, ask: Any):
         assert ask("own", "/ready", "GET").json()["models"] == {}
