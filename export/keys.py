@@ -149,10 +149,10 @@ def read_value(folder: Path, name: str) -> Any:
 
 
 def read_object(folder: Path, name: str) -> dict[str, Any] | None:
-    """As :func:`read_value`, of a file that holds an object."""
+    """As :func:`read_value`, of a file that holds an object; null is refused as any other value is."""
     value = read_value(folder, name)
-    if value is not None and not isinstance(value, dict):
-        kind = type(value).__name__
+    if not isinstance(value, dict) and (value is not None or find_own_file(folder, name)):
+        kind = "null" if value is None else type(value).__name__
         raise CheckpointError(f"{folder / name} holds a JSON {kind}, expected an object; download it again")
     return value
 

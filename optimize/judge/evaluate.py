@@ -83,7 +83,7 @@ def evaluate(
         UsageError: the reference is of another model, or the bundle a draft head.
         BundleError: the bundle computes NaN or infinity, or the reference is broken.
     """
-    refuse(model.manifest.geometry, "text")
+    refuse(model.manifest.geometry, "answers")
     unquantized = open_reference(model, reference) if reference is not None else None
     diffusion = model.manifest.geometry.diffusion
     fed = hide_half(text.ids[:, :-1], diffusion)

@@ -68,6 +68,7 @@ FILES = {
     ),
     "a truncated config": (holding("config.json", b'{"a": "b"'), ["config.json cannot be read as JSON", "line 1"]),
     "a list for a config": (holding("config.json", b"[1, 2]"), ["holds a JSON list", "expected an object"]),
+    "null for generation defaults": (holding("generation_config.json", b"null"), ["holds a JSON null"]),
     "a config that is no UTF-8": (holding("config.json", b"\xff"), ["config.json cannot be read as JSON"]),
     "an adapter beside it": (
         holding("adapter_config.json", b"{}"),
