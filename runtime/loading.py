@@ -178,7 +178,7 @@ def _check_kind(manifest: Manifest, kind: type[LoadedBundle]) -> None:
         raise UsageError("bundle", ability, "load one of an embedding model or a reranker")
     if encoder is not None and not issubclass(Embedder, kind):
         ability = f"{ABILITIES[str(encoder.result)]} and generates no text"
-        raise UsageError("bundle", ability, "load one that does, or this one with kind=Embedder")
+        raise UsageError("bundle", ability, "load one that does")
 
 
 def open_tower(folder: Path, manifest: Manifest, threads: int) -> Tower | None:

@@ -62,8 +62,8 @@ def test_streamed_layers_and_plain_torch_equal_transformers(checkpoint: Path):
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("llada", {"alibi": True}, ["alibi=True", "expected False"]),
-        ("llada", {"block_type": "sequential"}, ["block_type='sequential'", "expected 'llama'"]),
+        ("llada", {"alibi": True}, ["alibi=True", "expected false"]),
+        ("llada", {"block_type": "sequential"}, ["block_type='sequential'", 'expected "llama"']),
         ("llada", {"embedding_size": 4224}, ["embedding_size=4224", "vocab_size=4096"]),
         ("llada", {"mask_token_id": None}, ["mask_token_id=None", "expected one token id"]),
         ("Dream", {"mask_token_id": 4096}, ["mask_token_id=4096", "expected one token id"]),

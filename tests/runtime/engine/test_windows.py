@@ -8,7 +8,7 @@ import pytest
 from doubles.modules import random_checkpoints
 
 from llmc.optimize.build import build
-from llmc.optimize.recipe import Request as BuildRequest
+from llmc.optimize.recipe import BuildRequest
 from llmc.runtime import Model, Request, SamplingParams, load
 from llmc.runtime.kv import host_cache
 
