@@ -38,23 +38,33 @@ def narrow_values(values: Float, compute: str, name: str) -> Array:
 
 def float_rows(tensor: Weight, context: LoweringContext) -> ir.ExternalTensor:
     """A matrix [N, K] in the compute type."""
-    return context.weights.add([f"{tensor.name}.{context.compute}"], lambda: [_narrow_rows([tensor], context)])[0]
+    name = f"{tensor.name}.{context.compute}"
+    return context.weights.add([name], lambda: [_fill(np.empty(sizes(tensor), context.array_type), [tensor], context)])[
+        0
+    ]
 
 
 def float_columns(linear: Linear, context: LoweringContext) -> ir.ExternalTensor:
     """A linear's weights [K, N] in the compute type."""
     name = f"{linear.tensor}.{context.compute}.columns"
-    return context.weights.add([name], lambda: [_narrow_rows(linear.weights, context).T])[0]
+    columns = (linear.inputs, linear.outputs)
+    return context.weights.add(
+        [name], lambda: [_fill(np.empty(columns, context.array_type).T, linear.weights, context).T]
+    )[0]
 
 
-def _narrow_rows(tensors: Sequence[Weight], context: LoweringContext) -> Array:
-    """Stacked matrices [N, K] in the compute type, read in pieces on all cores."""
+def _fill(matrix: Array, tensors: Sequence[Weight], context: LoweringContext) -> Array:
+    """Write stacked matrices into one [N, K] of the compute type, in pieces that are read on all cores."""
 
     def read(part: tuple[Weight, tuple[int, int]]) -> Array:
         tensor, span = part
         return narrow_values(context.calibrated.rows(tensor, *span), context.compute, tensor.name or "")
 
-    return np.concatenate(list(in_parallel(read, [(it, span) for it in tensors for span in pieces(sizes(it))])))
+    start = 0
+    for rows in in_parallel(read, [(it, span) for it in tensors for span in pieces(sizes(it))]):
+        matrix[start : start + len(rows)] = rows
+        start += len(rows)
+    return matrix
 
 
 # ------------------------------------------------------------------------------------------------ integer weights
