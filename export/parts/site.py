@@ -1,5 +1,6 @@
 """Places parts in a decoder's layers."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -40,12 +41,12 @@ class Site:
         return Linear(f"{self.path}.{name}", self.hidden, inputs, bias, self.path, producer, self.layer)
 
 
-class Part:
+class Part(ABC):
     """A part of a layer. Names are relative to its module."""
 
+    @abstractmethod
     def list_linears(self, site: Site) -> list[Linear]:
         """Its linears in the order of computation."""
-        return []
 
     def list_norms(self, hidden: int) -> list[tuple[str, int]]:
         """Names and sizes of its norms in the order of computation."""

@@ -158,7 +158,10 @@ def _fits(character: str) -> bool:
 
 def call_of(scope: MutableMapping[str, Any]) -> Call:
     """The call of a request; the outermost guard is the first to ask for it, which makes it."""
-    call: Call = scope.setdefault("state", {}).setdefault("call", Call())
+    state = scope.setdefault("state", {})
+    if "call" not in state:
+        state["call"] = Call()
+    call: Call = state["call"]
     return call
 
 
