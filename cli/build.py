@@ -65,6 +65,7 @@ REBUILDING = ("source", "output", "rebuild", "force", "as_json", "debug")
 @click.option("--max-kl", type=float, help="Fail if the mean KL divergence from the unquantized model is larger.")
 @click.option("--min-agreement", type=float, help="Fail if it chooses the same token less often, 0 ... 1.")
 @click.option("--max-perplexity-increase", type=float, help="Fail if perplexity grows by more, 0.02 for 2 %.")
+@click.option("--report", is_flag=True, help="Write quality.html into the bundle: KL by phase, layer and position.")
 @click.option("--rebuild", is_flag=True, help="SOURCE is a TensorRT bundle: compile its engine anew for this machine.")
 @click.option("--compute-capabilities", help="TensorRT-RTX: GPUs to build for, as 8.6,8.9.  [default: the library's]")
 @click.option("--deferred", is_flag=True, default=None, help="TensorRT: no engine yet; --rebuild makes it there.")
@@ -73,7 +74,17 @@ REBUILDING = ("source", "output", "rebuild", "force", "as_json", "debug")
 @force_option
 @json_option
 @debug_option
-def build_command(source: Path, output: Path | None, rebuild: bool, force: bool, as_json: bool, **choices: Any) -> None:
+@click.pass_obj
+def build_command(
+    command: str,
+    source: Path,
+    output: Path | None,
+    rebuild: bool,
+    force: bool,
+    report: bool,
+    as_json: bool,
+    **choices: Any,
+) -> None:
     """Build a bundle from SOURCE, an export, a Hugging Face checkpoint or a GGUF file, and verify it.
 
     A checkpoint is exported on the way.
@@ -91,20 +102,21 @@ def build_command(source: Path, output: Path | None, rebuild: bool, force: bool,
         from llmc.optimize.rebuild import rebuild as rebuild_bundle
 
         with cleanly_stopped(), show.progress() as progress:
-            report = rebuild_bundle(source, output or source, force=force or output is None, progress=progress)
+            built = rebuild_bundle(source, output or source, force=force or output is None, progress=progress)
     else:
         if output is None:
             raise click.UsageError("Missing option '-o' / '--output'.")
         from llmc.optimize.build import build
 
         refuse_to_overwrite(output, force)
+        choices["report"] = command if report else None  # the page names it
         request = make_request(source, output=output, force=force, **choices)
         with cleanly_stopped(), show.progress() as progress, open_export(request, progress) as export:
-            report = build(replace(request, source=export), progress)
+            built = build(replace(request, source=export), progress)
     if as_json:
-        show.print_json(report)
+        show.print_json(built)
     else:
-        print_report(report)
+        print_report(built)
 
 
 def is_checkpoint(source: Path) -> bool:
