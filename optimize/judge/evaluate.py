@@ -23,8 +23,8 @@ from llmc.optimize.progress import Progress, make_counter, silent
 from llmc.runtime import Generator
 from llmc.runtime.sessions import Phase
 
-# A window takes one decode step per token: with 0.5 billion weights in int4 it cost 19 seconds of CPU time, 9 of them in
-# the steps and 4 in the unquantized model. So 6 windows, 1,530 positions, take about a minute on two cores.
+# A window takes one decode step per token: with 0.5 billion weights in int4 it cost 19 seconds of CPU time, 9 of them
+# in the steps and 4 in the unquantized model. So 6 windows, 1,530 positions, take about a minute on two cores.
 MAX_WINDOWS = 6
 # Positions of each phase that are named as its worst, and tokens before each that are quoted.
 WORST_POSITIONS, QUOTED = 8, 12
@@ -56,8 +56,8 @@ def read_windows(
 ) -> CalibrationSamples:
     """Windows of a text, at most ``max_windows``, evenly spread over it.
 
-    ``window`` is in tokens; default: :data:`JUDGED_WINDOW`, or the whole context where it is shorter. ``path`` is plain text,
-    or chats as JSONL; None takes the part of llmc's own text that calibration does not see.
+    ``window`` is in tokens; default: :data:`JUDGED_WINDOW`, or the whole context where it is shorter. ``path`` is plain
+    text, or chats as JSONL; None takes the part of llmc's own text that calibration does not see.
 
     Raises:
         UsageError: a number is out of range, or the text cannot be read or is too short.

@@ -126,11 +126,11 @@ def _describe(manifest: Manifest, command: str) -> Iterator[tuple[str, str]]:
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The settings below ``name`` that are not empty."""
+    """The settings below ``name`` that are not off or empty."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _flatten(f"{name} {key}", item)
-    elif value not in (None, "", (), []):
+    elif value:
         yield name.replace("_", " "), ", ".join(value) if isinstance(value, tuple | list) else value
 
 
@@ -140,8 +140,8 @@ def _show_token(text: str) -> str:
 
 
 def _show_kl(kl: float) -> str:
-    return f"{kl:.5f}" if kl >= 0.001 else f"{kl:.1e}"
+    return f"{kl:.6f}" if kl >= 1e-6 else f"{kl:.1e}"
 
 
 def _show_size(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB"
+    return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count / 1e3:,.1f} kB"
