@@ -77,6 +77,7 @@ REBUILDING = ("source", "output", "rebuild", "force", "as_json", "debug")
 @click.pass_obj
 def build_command(
     command: str,
+    /,
     source: Path,
     output: Path | None,
     rebuild: bool,
