@@ -5,6 +5,7 @@ Every verb and ``load()`` take all of them. ``KINDS`` says how each is recognise
 none.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -12,7 +13,13 @@ from pathlib import Path
 from llmc.bundle import ADAPTER_FILE, BUNDLE_MANIFEST, CONFIG_FILE, EXPORT_MANIFEST
 from llmc.errors import UsageError
 
-__all__ = ["KINDS", "Kind", "Located", "locate"]
+__all__ = ["KINDS", "Kind", "Located", "Progress", "locate", "silent"]
+
+Progress = Callable[..., None]
+
+
+def silent(step: str, fraction: float | None = None, /) -> None:
+    """Report nothing."""
 
 
 class Kind(Enum):
@@ -43,7 +50,7 @@ class Located:
     kind: Kind
 
 
-def locate(name: str | Path) -> Located:
+def locate(name: str | Path, *, offline: bool | None = None, progress: Progress = silent) -> Located:
     """Find what ``name`` is: a path that exists wins over a name at the hub.
 
     Raises:

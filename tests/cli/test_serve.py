@@ -13,7 +13,7 @@ from llmc.runtime.server.config import ServerConfig
 def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
     """The settings that the service was started with, and no service."""
     found: list[ServerConfig] = []
-    monkeypatch.setattr("llmc.cli.options.refuse_other", lambda path: None)
+    monkeypatch.setattr("llmc.sources.built.find_bundle", lambda name, **_: Path(name))
     monkeypatch.setitem(sys.modules, "llmc.runtime.server.run", SimpleNamespace(serve=found.append))
     return found
 
