@@ -2,12 +2,13 @@
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from llmc.bundle import CONFIG_FILE, MADE_FILE, TOKENIZER_FILES, ExportManifest, MergedAdapter
+from llmc.bundle import CONFIG_FILE, MADE_FILE, TOKENIZER_FILES, ExportManifest, MergedAdapter, Origin
 from llmc.errors import CheckpointError
 from llmc.strict import MOST_JSON, open_regular, parse_json, read_bytes
 
@@ -17,6 +18,7 @@ SAMPLED_BYTES = 4096
 SAMPLED_PARTS = 1024
 # Bytes of a header: the limit of the safetensors library.
 MOST_HEADER = 100_000_000
+_COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def find_own_file(folder: Path, name: str) -> Path | None:
@@ -48,10 +50,26 @@ def find_own_file(folder: Path, name: str) -> Path | None:
 
 
 def _home(folder: Path) -> Path:
-    for inner in (folder, *folder.parents):
-        if inner.parent.name == "snapshots" and inner.parent.parent.name.startswith("models--"):
-            return inner.parent.parent
-    return folder
+    snapshot = _find_snapshot(folder)
+    return snapshot.parent.parent if snapshot else folder
+
+
+def _find_snapshot(path: Path) -> Path | None:
+    """The folder ``models--ORG--NAME/snapshots/COMMIT`` of Hugging Face's cache that ``path`` is or is in."""
+    for folder in (path, *path.parents):
+        if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
+            return folder
+    return None
+
+
+def read_origin(path: Path) -> Origin | None:
+    """The hub's repository and commit of a folder or GGUF file in Hugging Face's cache, as its path names them."""
+    path = path.parent.resolve() / path.name  # the last part may be a link to blobs
+    snapshot = _find_snapshot(path)
+    if snapshot is None or not _COMMIT.fullmatch(snapshot.name):
+        return None
+    repository = snapshot.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return Origin(repository, snapshot.name, "" if path.is_dir() else path.relative_to(snapshot).as_posix())
 
 
 def copy_own(source: Path, names: Iterable[str], target: Path) -> int:

@@ -66,6 +66,7 @@ from llmc.bundle.manifest import Invariance as Invariance
 from llmc.bundle.manifest import Limits as Limits
 from llmc.bundle.manifest import Manifest as Manifest
 from llmc.bundle.manifest import MergedAdapter as MergedAdapter
+from llmc.bundle.manifest import Origin as Origin
 from llmc.bundle.manifest import PhaseQuality as PhaseQuality
 from llmc.bundle.manifest import Quality as Quality
 from llmc.bundle.manifest import Recipe as Recipe
