@@ -21,6 +21,7 @@ from llmc.cli.options import (
 )
 from llmc.errors import UsageError, require
 from llmc.runtime.server.config import Setting, read_config, settings
+from llmc.sources import is_hub_name
 
 
 def amount(text: str) -> int:
@@ -66,7 +67,8 @@ def name_models(bundles: tuple[str, ...]) -> dict[str, Path] | None:
         if not (folder if sign else argument):
             raise UsageError("bundles", f"has {argument!r}, which names no model, expected a source, or NAME=SOURCE")
         path = Path(folder if sign else argument)
-        name = name if sign else path.resolve().name.removesuffix(".gguf") if path.exists() else argument
+        if not sign and (path.exists() or not is_hub_name(argument)):
+            name = path.resolve().name.removesuffix(".gguf")
         if name in models:
             raise UsageError("bundles", f"has the name {name!r} twice", f"name them, as NAME={path}")
         models[name] = path

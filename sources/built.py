@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -75,7 +76,7 @@ def _build(source: Located, place: Path, progress: Progress, say: Callable[[str]
         from llmc.optimize.build import build
         from llmc.optimize.recipe import BuildRequest
     except MissingExtraError as error:
-        command = f"llmc build {source.name} -o BUNDLE"
+        command = f"llmc build {shlex.quote(source.name)} -o BUNDLE"
         raise MissingExtraError(
             f"{source.name} has to be built before it runs, and {error.problem}",
             f"or build it on another machine ({command}) and copy it here (rsync -a BUNDLE THIS_MACHINE:)",

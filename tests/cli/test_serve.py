@@ -27,7 +27,7 @@ def test_flags_are_the_settings(llmc, served: list[ServerConfig]):
     assert ran.code == 0, ran.err
     (config,) = served
     assert config == ServerConfig(
-        models={"small": Path("a/b"), "large": Path("c/large")},
+        models={"small": Path("a/b"), "c/large": Path("c/large")},
         port=0,
         max_body_bytes=1 << 20,
         response_store_bytes=0,
