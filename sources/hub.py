@@ -339,7 +339,7 @@ def _check_room(wanted: HubName, cache: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if size > free:
         raise ResourceError(
-            f"{wanted.repository} needs {_megabytes(size)} more, the disk has {_megabytes(free)} free",
+            f"{wanted.repository} needs {_megabytes(size)} more, the disk has {free // 1_000_000:,} MB free",
             "free some space, or choose another disk with HF_HOME",
             path=cache.parent,
         )
