@@ -138,7 +138,7 @@ class MergedAdapter:
 
 @dataclass(frozen=True)
 class Origin:
-    """A model of the Hugging Face hub: repository (``org/name``), the commit's id, and the file's path if it is GGUF."""
+    """A model of the Hugging Face hub: repository (``org/name``), id of the commit, and path of a GGUF file."""
 
     repository: str
     commit: str

@@ -205,10 +205,26 @@ def refuse_to_leave(folder: Path, name: str) -> None:
     if "/" not in name and not os.path.islink(path):
         return
     root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
-    # Hugging Face's cache keeps a repository's files in one folder, and its versions as folders of links to them.
-    blobs = [root.parent.parent / "blobs"] if root.parent.name == "snapshots" else []
-    if not any(target.is_relative_to(place) for place in (root, *blobs)):
+    if not any(target.is_relative_to(home) for home in find_homes(root)):
         raise BundleError(f"{path} is a link that leads out of the bundle; refused: put the file itself there")
+
+
+def find_snapshot(path: Path) -> Path | None:
+    """The folder ``models--ORG--NAME/snapshots/COMMIT`` of Hugging Face's cache that ``path`` is or is in."""
+    for folder in (path, *path.parents):
+        if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
+            return folder
+    return None
+
+
+def find_homes(folder: Path) -> list[Path]:
+    """The folders whose files belong to a folder without links in its path: itself or, for a snapshot in Hugging
+    Face's cache, whose files are links, the model's folder and the store that the cache's models share."""
+    snapshot = find_snapshot(folder)
+    if snapshot is None:
+        return [folder]
+    model = snapshot.parent.parent
+    return [model, *(mark.parent for mark in model.parent.glob("blobs/.huggingface-shared-blobs"))]
 
 
 def _read(folder: Path, name: str, kind: type[T], remedy: str) -> T:
