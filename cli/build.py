@@ -107,7 +107,7 @@ def build_command(
         kinds = Kind.EXPORT, Kind.CHECKPOINT, Kind.GGUF, Kind.ADAPTER
         path = take_path(source, *kinds, advice="give what it was built from")
         refuse_to_overwrite(output, force)
-        head = draft_head and draft_head.path
+        head = draft_head.path if draft_head else None
         request = make_request(path, output=output, force=force, draft_head=head, **choices)
         with cleanly_stopped(), show.progress() as progress, open_export(source, request, progress) as export:
             report = build(replace(request, source=export), progress)

@@ -65,7 +65,7 @@ def export_command(
             output,
             adapters=[split_adapter(adapter) for adapter in adapters],
             text_only=text_only,
-            of=of and of.path,
+            of=of.path if of else None,
             copy=copy,
             force=force,
             progress=progress,

@@ -62,8 +62,8 @@ def test_flags_go_before_the_file(llmc, served: list[ServerConfig], tmp_path: Pa
         (["--config", "none.toml"], "'none.toml' does not exist"),
         (["a=x", "a=y"], "BUNDLES has the name 'a' twice"),
         (["a b=x"], "models has the name 'a b', expected letters, digits and . _ : / + @ -"),
-        ([""], "BUNDLES has '', which names no folder"),
-        (["a="], "BUNDLES has 'a=', which names no folder"),
+        ([""], "BUNDLES has '', which names no model"),
+        (["a="], "BUNDLES has 'a=', which names no model"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_the_flag(llmc, served: list[ServerConfig], arguments: list[str], message: str):
