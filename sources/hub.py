@@ -23,6 +23,7 @@ from llmc.strict import MOST_JSON, read_json
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
+    from huggingface_hub.utils.tqdm import tqdm
 
 log = logging.getLogger(__name__)
 
@@ -47,20 +48,22 @@ _MORE_WEIGHTS = re.compile(r"\d+_\w+/model\.safetensors", re.ASCII)  # of senten
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")  # never read, only named in an error
 _KNOWN = (".json", ".jinja", ".safetensors", GGUF, *_PICKLES)
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_ASIDE = re.compile("mmproj|imatrix", re.IGNORECASE)  # GGUF files that are no models
 # Types of weights in a GGUF file, by preference, where the name gives none: llama.cpp's.
 _USUAL_TYPES = ("Q4_K_M", "Q8_0")
 _SHA256, _SHA1 = 64, 40  # digits
+_ROOM = "free some space, or choose another disk with HF_HOME"
 MOST_LISTED = 100_000  # files of a repository
 MOST_FILES = 1024  # files to download; the models with most shards have about 200
 
 
 @dataclass(frozen=True)
 class HubName:
-    """A model's name at the hub: repository, revision (branch, tag or commit), and the GGUF file or its type."""
+    """A model's name at the hub."""
 
     repository: str
-    revision: str = "main"
-    pick: str = ""
+    revision: str  # branch, tag or commit
+    pick: str  # GGUF file or type of its weights, or empty
 
 
 @dataclass(frozen=True)
@@ -158,22 +161,24 @@ def _fetch(wanted: HubName, model: "ModelInfo", cache: Path, progress: Callable[
     files, commit = _read_list(wanted, model), str(model.sha)
     snapshot = cache / "snapshots" / commit
 
-    def fetch(names: Sequence[str], step: str = "") -> None:
-        for name in names:
-            if name.endswith((".json", ".jinja")) and files[name].size > MOST_JSON:
-                raise CheckpointError(f"{wanted.repository}: {name} has {_megabytes(files[name].size)}; tell its owner")
-        missing = [name for name in names if not (snapshot / name).is_file()]
-        new = sum(files[name].size for name in missing if not (cache / "blobs" / files[name].digest).exists())
+    def fetch(names: Sequence[str], step: str) -> None:
+        missing = {name: files[name] for name in names if not (snapshot / name).is_file()}
+        for name, listed in missing.items():
+            if name.endswith((".json", ".jinja")) and listed.size > MOST_JSON:
+                raise CheckpointError(f"{wanted.repository}: {name} has {_megabytes(listed.size)}; tell its owner")
+        new = sum(listed.size for listed in missing.values() if not (cache / "blobs" / listed.digest).exists())
         _check_room(wanted, cache, new)
-        report = _count_bytes(progress, step, new) if new and step else _ignore
-        for name in missing:
+        bar = _make_bar(progress, step, new) if missing else None
+        for name, listed in missing.items():
             with _translate_errors(wanted, cache):
-                _fetch_file(wanted, commit, name, report)
-            _compare(snapshot / name, files[name])
+                hf_hub_download(wanted.repository, name, revision=commit, tqdm_class=bar)
+            _compare(snapshot / name, listed)
 
     def read_index() -> Any:
-        fetch([INDEX_FILE])
+        fetch([INDEX_FILE], f"{wanted.repository}: {INDEX_FILE}")
         return read_json(snapshot / INDEX_FILE)
+
+    from huggingface_hub import hf_hub_download
 
     choice = _choose(wanted, files, read_index)
     size = sum(files[name].size for name in choice.files)
@@ -183,20 +188,23 @@ def _fetch(wanted: HubName, model: "ModelInfo", cache: Path, progress: Callable[
     return snapshot / choice.entry
 
 
-def _fetch_file(wanted: HubName, commit: str, name: str, report: Callable[[int], None]) -> None:
-    from huggingface_hub import hf_hub_download
+def _make_bar(progress: Callable[..., None], step: str, total: int) -> "type[tqdm]":
+    """A class for the client's bars, which are not shown: the bytes of all of them are reported to ``progress``."""
     from huggingface_hub.utils.tqdm import tqdm
 
-    class Bar(tqdm):
-        """A bar that is not shown; it passes on the bytes that arrive."""
+    done = 0
 
+    class Bar(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "disable": True})  # type: ignore[no-untyped-call]
 
         def update(self, n: float | None = 1) -> None:
-            report(int(n or 0))
+            nonlocal done
+            done += int(n or 0)  # less than 0 if a file starts again
+            progress(step, min(done / max(total, 1), 1.0))
 
-    hf_hub_download(wanted.repository, name, revision=commit, tqdm_class=Bar)
+    progress(step, 0.0)
+    return Bar
 
 
 def _find_cached(wanted: HubName, cache: Path) -> Path:
@@ -246,7 +254,7 @@ def _stays_inside(name: str) -> bool:
 def _choose(wanted: HubName, names: Collection[str], read_index: Callable[[], Any]) -> Choice:
     """The files of a repository that llmc reads.
     Raises CheckpointError: it has no weights that llmc reads; UsageError: no GGUF file fits the name."""
-    ggufs = sorted(name for name in names if name.endswith(GGUF) and "mmproj" not in name.lower())
+    ggufs = sorted(name for name in names if name.endswith(GGUF) and not _ASIDE.search(name))
     pick = "" if wanted.pick.lower() == "latest" else wanted.pick
     weights: list[str] = []
     if not pick and CONFIG_FILE in names:
@@ -340,25 +348,9 @@ def _check_room(wanted: HubName, cache: Path, size: int) -> None:
     if size > free:
         raise ResourceError(
             f"{wanted.repository} needs {_megabytes(size)} more, the disk has {free // 1_000_000:,} MB free",
-            "free some space, or choose another disk with HF_HOME",
+            _ROOM,
             path=cache.parent,
         )
-
-
-def _count_bytes(progress: Callable[..., None], step: str, total: int) -> Callable[[int], None]:
-    done = 0
-
-    def report(count: int) -> None:
-        nonlocal done
-        done += count  # less than 0 if a file starts again
-        progress(step, min(done / total, 1.0))
-
-    report(0)
-    return report
-
-
-def _ignore(count: int) -> None:
-    """Report nothing."""
 
 
 def _compare(path: Path, listed: Listed) -> None:
@@ -412,50 +404,24 @@ def _translate(error: Exception, wanted: HubName, cache: Path) -> LlmcError:
     import httpx2
     from huggingface_hub import constants, errors
 
-    login = "log in with: hf auth login, or set HF_TOKEN"
-    kinds: list[tuple[type[Exception] | tuple[type[Exception], ...], str, str]] = [
-        (
-            errors.GatedRepoError,
-            f"{wanted.repository} is gated: the hub gives it to accounts that accept its terms",
-            f"accept them at {constants.ENDPOINT}/{wanted.repository}, then {login}",
-        ),
-        (
-            errors.RepositoryNotFoundError,
-            f"{wanted.repository} is no path here, and the hub has no such model, or it is private",
-            f"check the name; for a private model {login}",
-        ),
-        (
-            errors.RevisionNotFoundError,
-            f"{wanted.repository} has no revision {wanted.revision}",
-            "name a branch, a tag or a commit after '@'",
-        ),
-        (errors.DisabledRepoError, f"the hub has disabled {wanted.repository}", "choose another model"),
-        (
-            (httpx2.TransportError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled),
-            f"{constants.ENDPOINT} cannot be reached, or the connection was cut ({type(error).__name__})",
-            "check the network and run again: complete files are kept",
-        ),
-    ]
-    for kind, problem, advice in kinds:
-        if isinstance(error, kind):
-            return HubError(problem, advice)
+    name, login = wanted.repository, "log in with: hf auth login, or set HF_TOKEN"
+    if isinstance(error, errors.GatedRepoError):
+        problem = f"{name} is gated: the hub gives it to accounts that accept its terms"
+        return HubError(problem, f"accept them at {constants.ENDPOINT}/{name}, then {login}")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        problem = f"{name} is no path here, and the hub has no such model, or it is private"
+        return HubError(problem, f"check the name; for a private model {login}")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return HubError(f"{name} has no revision {wanted.revision}", "name a branch, a tag or a commit after '@'")
+    if isinstance(error, (httpx2.TransportError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
+        problem = f"{constants.ENDPOINT} cannot be reached, or the connection was cut ({type(error).__name__})"
+        return HubError(problem, "check the network and run again: complete files are kept")
     if isinstance(error, errors.HfHubHTTPError):
-        return _explain_status(wanted, error.response.status_code)
+        advice = {401: f"the token is wrong: {login}", 429: f"it gets too many requests: wait, or {login}"}
+        status = error.response.status_code
+        return HubError(f"the hub answers with status {status} for {name}", advice.get(status, "run again later"))
     if isinstance(error, OSError) and error.errno in FULL:
-        return ResourceError("the disk is full", "free some space, or choose another disk with HF_HOME", path=cache)
+        return ResourceError("the disk is full", _ROOM, path=cache)
     if isinstance(error, OSError) and error.strerror:
         return HubError(f"it cannot be written ({error.strerror})", "choose another folder with HF_HOME", path=cache)
-    return HubError(
-        f"{wanted.repository} did not arrive whole, or the hub's answer is corrupt ({text_of(error)})", "run again"
-    )
-
-
-def _explain_status(wanted: HubName, status: int) -> HubError:
-    known = {
-        401: ("the hub refuses the token", "log in again with: hf auth login, or correct HF_TOKEN"),
-        403: (f"the token does not allow {wanted.repository}", "give it the right to read this model"),
-        404: (f"{wanted.repository} has changed at the hub", "run again"),
-        429: ("the hub refuses more requests for now", "wait some minutes, or log in with: hf auth login"),
-    }
-    problem, advice = known.get(status, (f"the hub answers with status {status}", "run again later"))
-    return HubError(problem, advice)
+    return HubError(f"{name} did not arrive whole, or the hub's answer is corrupt ({text_of(error)})", "run again")

@@ -117,9 +117,8 @@ def test_a_path_that_exists_wins_and_the_hub_is_not_asked(hub, tmp_path, monkeyp
     assert hub.requests == []
 
 
+@pytest.mark.threat("hub-files")
 # --------------------------------------------------------------------------------------------------------- checkpoints
-
-
 def test_only_files_that_an_export_reads_are_fetched(hub):
     put(hub, {**CHECKPOINT, **OTHERS})
     located = locate(NAME)
@@ -216,10 +215,10 @@ def test_a_renamed_repository_is_followed_and_the_new_name_reported(hub):
     assert locate(NAME, offline=True) == located
 
 
-def test_a_snapshot_is_exported_and_its_manifest_records_the_commit(hub, tmp_path, tiny_checkpoint):
+def test_a_snapshot_is_exported_and_its_manifest_records_the_commit(hub, tmp_path, one_layer):
     from llmc.export import export
 
-    put(hub, {path.name: path.read_bytes() for path in tiny_checkpoint.iterdir()})
+    put(hub, {path.name: path.read_bytes() for path in one_layer.iterdir()})
     report = export(locate(NAME).path, tmp_path / "export")
     assert (report.source.name, report.source.origin.repository, report.source.origin.commit) == ("tiny", NAME, COMMIT)
 
@@ -285,7 +284,10 @@ def test_a_type_that_no_file_or_several_have_is_refused_with_those_there_are(hub
         ({"error": (403, "GatedRepo")}, "is gated: .* accept them at http.*/org/tiny, then log in"),
         ({"token": "secret"}, "is no path here, and the hub has no such model, or it is private"),
         ({"error": (404, "RevisionNotFound"), "hidden": True}, "has no revision main"),
-        ({"error": (429, ""), "hidden": True}, "refuses more requests for now"),
+        (
+            {"error": (429, ""), "hidden": True},
+            "answers with status 429 for org/tiny; it gets too many requests: wait, or log in",
+        ),
         ({"error": (503, ""), "hidden": True}, "answers with status 503"),
     ],
 )
@@ -331,6 +333,7 @@ def test_a_repository_without_readable_weights_is_refused(hub, files, message):
 # ------------------------------------------------------------------------------------------------------- hostile lists
 
 
+@pytest.mark.threat("hub-files")
 @pytest.mark.parametrize(
     "path", ["../x.json", "/etc/x.json", "a/../../x.jinja", "a\\..\\x.json", "C:x.json", "a//x.json", "x\x1b.json"]
 )
@@ -339,6 +342,7 @@ def test_listed_paths_that_lead_out_are_never_fetched(hub, path):
     assert contents(locate(NAME)) == CHECKPOINT
 
 
+@pytest.mark.threat("hub-files")
 @pytest.mark.parametrize(
     "entry",
     [
@@ -356,6 +360,7 @@ def test_a_corrupt_list_is_refused(hub, entry):
     assert hub.downloads() == []
 
 
+@pytest.mark.threat("hub-files")
 @pytest.mark.parametrize(
     "listing, message",
     [
@@ -427,6 +432,8 @@ def test_after_an_end_complete_files_are_kept(hub, monkeypatch):
     assert hub.downloads() == ["model.safetensors"]
 
 
+@pytest.mark.threat("hub-files")
+@pytest.mark.threat("hub-files")
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
 def test_a_file_with_another_hash_is_refused_and_removed(hub, cache, name):
     put(hub, CHECKPOINT, sent={name: bytes(len(CHECKPOINT[name]))})
