@@ -10,7 +10,7 @@ import click
 
 from llmc.bundle import STAGE_FOLDER
 from llmc.cli import output as show
-from llmc.cli.inspect import adapter_rows, bundle_rows
+from llmc.cli.inspect import bundle_rows, source_rows
 from llmc.cli.options import (
     EXISTING_FILE,
     debug_option,
@@ -122,7 +122,7 @@ def print_report(report: BuildReport) -> None:
     manifest = report.manifest
     rows = [
         ("model", f"{manifest.source.name}, {show.amount(manifest.source.parameters)} parameters"),
-        *adapter_rows(manifest.source),
+        *source_rows(manifest.source),
         *bundle_rows(manifest),
         *((name, show.size(entry.size)) for name, entry in manifest.files.items()),
         ("total", show.size(report.size)),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from llmc.cli import output as show
-from llmc.cli.inspect import adapter_rows
+from llmc.cli.inspect import source_rows
 from llmc.cli.options import debug_option, force_option, json_option, output_option, source_argument, take_path
 from llmc.cli.stopping import cleanly_stopped
 from llmc.errors import printable
@@ -91,7 +91,7 @@ def print_report(report: ExportReport) -> None:
     show.print_rows(
         [
             ("model", f"{source.name} ({geometry.model_type}, {geometry.layers} layers)"),
-            *adapter_rows(source),
+            *source_rows(source),
             ("weights", show.weights_of(source, geometry)),
             *((name, show.size(count)) for name, count in report.files.items()),
             ("new on disk", show.size(report.new_bytes)),

@@ -55,7 +55,7 @@ def print_summary(summary: Summary) -> None:
     rows = [
         (summary.kind, str(summary.path)),
         ("model", f"{source.name}, {show.weights_of(source, summary.geometry, summary.bundle is not None)}"),
-        *adapter_rows(source),
+        *source_rows(source),
         *geometry_rows(summary.geometry),
         *(bundle_rows(summary.bundle) if summary.bundle else []),
         ("weights", ", ".join(f"{show.size(count)} {dtype}" for dtype, count in summary.weights.items())),
@@ -69,8 +69,13 @@ def print_summary(summary: Summary) -> None:
     show.print_rows(rows)
 
 
-def adapter_rows(source: Source) -> list[tuple[str, str]]:
-    return [("adapter", f"{adapter.name}, {adapter.scale:g} times") for adapter in source.adapters]
+def source_rows(source: Source) -> list[tuple[str, str]]:
+    """The hub's commit that the weights are from, and the adapters in them."""
+    rows = [("adapter", f"{adapter.name}, {adapter.scale:g} times") for adapter in source.adapters]
+    if source.origin is None:
+        return rows
+    name = f"{source.origin.repository}@{source.origin.commit}"
+    return [("hub", f"{name}:{source.origin.file}".rstrip(":")), *rows]
 
 
 def disk_row(parts: Mapping[str, int]) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from llmc import bundle
 from llmc.errors import GpuError
 from llmc.optimize.targets import TARGETS
 from llmc.runtime.diagnose import attempts
