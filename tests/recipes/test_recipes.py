@@ -157,7 +157,7 @@ def measured(tiny_export: Path, tiny_checkpoint: Path, tmp_path: Path) -> Measur
     with load(output, threads=1, self_test=False) as model:
         ids = model.tokenizer.encode(text, add_special_tokens=False)[: WINDOWS * WINDOW]
         windows = CalibrationSamples(np.reshape(ids, (WINDOWS, WINDOW)), "validation", "", False, len(ids))
-        found = evaluate(model, windows, reference=tiny_export, cache=tmp_path / "reference", greedy=False)
+        found = evaluate(model, windows, reference=tiny_export, cache=tmp_path / "reference", greedy=False).quality
         graphs = {graph.file: graph.weight_bytes for graph in model.manifest.graphs.values()}
         return Measured(found, sum(graphs.values()))
 

@@ -71,7 +71,7 @@ def qualities(
     cache, found = tmp_path_factory.mktemp("cache"), {}
     for name, folder in bundles.items():
         with load(folder, threads=1) as model:
-            found[name] = evaluate(model, text, reference=tiny_export, cache=cache)
+            found[name] = evaluate(model, text, reference=tiny_export, cache=cache).quality
     return found
 
 
@@ -223,7 +223,7 @@ def test_a_planted_error_exceeds_the_bounds(bundles, text, tiny_export, tmp_path
     folder = shutil.copytree(bundles[name], tmp_path / name)
     rescale(folder, "layers.2.self_attn.o_proj", factor)
     with load(folder, threads=1, self_test=False) as model:
-        quality = evaluate(model, text, reference=tiny_export, greedy=False)
+        quality = evaluate(model, text, reference=tiny_export, greedy=False).quality
     assert not within(quality, "decode", BOUNDS[name, "decode"])
     assert math.isfinite(quality.perplexity)
 
