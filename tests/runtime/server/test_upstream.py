@@ -6,6 +6,7 @@ import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -502,24 +503,27 @@ def raw(status: bytes, body: bytes = b"{}", media: bytes = b"application/json", 
     return HEAD % (status, media, len(body), more) + body
 
 
+# Each is known by what came, whatever the route, and each route has its own words for it: every failure on one route.
+FAILURES = [
+    ("status", 502, [raw(b"500 Oops", b'{"error": "stack trace"}')]),
+    ("status", 502, [raw(b"503 Busy", b"<html>", b"text/html")]),
+    ("status", 502, [raw(b"302 Found", more=b"Location: /v1/elsewhere\r\n")]),
+    ("key", 502, [raw(b"401 No", b'{"error": "wrong key sk-upst***"}')]),
+    ("form", 502, [raw(b"200 OK", b"<script>", b"text/html")]),
+    ("form", 502, [raw(b"200 OK", more=b"Content-Encoding: gzip\r\n")]),
+    ("broken", 502, [RESET]),
+    ("broken", 502, [b"no HTTP at all\r\n\r\n"]),
+    ("broken", 502, [HEAD % (b"200 OK", b"application/json", 99, b"") + b'{"half', RESET]),
+    ("timeout", 504, [STALL]),
+    ("timeout", 504, [HEAD % (b"200 OK", b"application/json", 99, b"") + b'{"half', STALL]),
+]
+
+
 class TestFailures:
     @pytest.mark.threat("upstream-failure")
-    @pytest.mark.parametrize("path", ROUTES)
     @pytest.mark.parametrize(
-        ("kind", "status", "pieces"),
-        [
-            ("status", 502, [raw(b"500 Oops", b'{"error": "stack trace"}')]),
-            ("status", 502, [raw(b"503 Busy", b"<html>", b"text/html")]),
-            ("status", 502, [raw(b"302 Found", more=b"Location: /v1/elsewhere\r\n")]),
-            ("key", 502, [raw(b"401 No", b'{"error": "wrong key sk-upst***"}')]),
-            ("form", 502, [raw(b"200 OK", b"<script>", b"text/html")]),
-            ("form", 502, [raw(b"200 OK", more=b"Content-Encoding: gzip\r\n")]),
-            ("broken", 502, [RESET]),
-            ("broken", 502, [b"no HTTP at all\r\n\r\n"]),
-            ("broken", 502, [HEAD % (b"200 OK", b"application/json", 99, b"") + b'{"half', RESET]),
-            ("timeout", 504, [STALL]),
-            ("timeout", 504, [HEAD % (b"200 OK", b"application/json", 99, b"") + b'{"half', STALL]),
-        ],
+        ("path", "kind", "status", "pieces"),
+        [(path, *failure) for path, failure in zip(cycle(ROUTES), FAILURES, strict=False)],
     )
     def test_are_refused_by_name(self, box: Box, settings: Any, path: str, kind: str, status: int, pieces: list[bytes]):
         settings(upstream_timeout_s=0.3 if kind == "timeout" else PATIENCE_S)
@@ -558,8 +562,9 @@ class TestFailures:
             assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_connection")
 
     @pytest.mark.threat("upstream-failure")
-    @pytest.mark.parametrize(("end", "kind"), [(RESET, "broken"), (STALL, "timeout")])
-    @pytest.mark.parametrize("path", ROUTES)
+    @pytest.mark.parametrize(
+        ("path", "end", "kind"), [*((path, RESET, "broken") for path in ROUTES), ("/v1/responses", STALL, "timeout")]
+    )
     def test_amid_a_stream_are_its_last_event(self, box: Box, settings: Any, path: str, end: bytes, kind: str):
         settings(upstream_timeout_s=0.5 if kind == "timeout" else PATIENCE_S)
         box.server.answer = lambda asked: [STREAM, chunked(PIECES[0] + PIECES[1][:9]), end]
