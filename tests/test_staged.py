@@ -123,10 +123,6 @@ def test_a_full_disk_is_said_in_one_sentence(published: Path, number: int):
     assert names(published.parent) == ["bundle"]
 
 
-def raise_full(descriptor: int) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENAMETOOLONG])
 def test_a_place_that_cannot_be_written_is_a_usage_error(target: Path, monkeypatch: pytest.MonkeyPatch, number: int):
     def refuse(self: Path, *args: object, **kwargs: object) -> None:

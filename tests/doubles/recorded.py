@@ -29,7 +29,6 @@ LAYERS = {
     "RotaryEmbedding": "ROTARY_EMBEDDING",
     "RMSNormalization": "NORMALIZATION",
 }
-RTX_VERSION = "1.7.1.116"
 NO_KERNEL = "Error Code 1: Myelin (Attention operation was not supported by a dedicated kernel.)"
 # What timings begin with: those of this GPU, and of another one, which are refused.
 TIMED, TIMED_ELSEWHERE = b"timed here: ", b"timed elsewhere: "

@@ -36,7 +36,6 @@ CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completion
 OLLAMA = "/api/chat"
 USER = {"role": "user", "content": "a"}
 TOOL = {"type": "function", "function": {"name": "f"}}
-FLAT = {"type": "function", "name": "f"}
 TOP = {"model": "tiny", "max_tokens": 1}
 CHATS: dict[str, Any] = {"messages": [USER], "max_tokens": 1}
 

@@ -30,7 +30,6 @@ from llmc.runtime.sessions.tensorrt.library import Message
 
 LIMITS = Limits(max_context=1000, max_batch=4, prefill_chunk=128)
 GEOMETRY = uniform("llama", 2, 64, 128, 4, 2, 16, 320, 1024, True, (0, 0))
-RTX_GPUS = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
 
 
 @pytest.fixture

@@ -11,16 +11,6 @@ from llmc.errors import MissingExtraError
 from llmc.runtime.observe.metrics import EngineMetrics, EngineSnapshot, Gauges, Histogram
 from llmc.runtime.observe.prometheus import EngineCollector
 
-UNITS = ("_seconds", "_bytes", "_tokens")
-# Counts of things, which have no unit.
-UNITLESS = {
-    "llmc_requests",
-    "llmc_context_overflows",
-    "llmc_num_requests_waiting",
-    "llmc_num_requests_running",
-    "llmc_step_batch_size",
-}
-
 
 @pytest.fixture
 def metrics() -> EngineMetrics:

@@ -1,19 +1,15 @@
 """Linears and the embedding become what their form says; and a pass that misses its mark is named."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import onnx_ir as ir
 import pytest
 from doubles.lowerings import varied
 
-from llmc.bundle import Limits, read_export
 from llmc.errors import BuildError
 from llmc.optimize import passes
-from llmc.optimize.lower.context import Computed, Float32, LoweringContext, PerToken, QuantConfigs, WeightOnly
+from llmc.optimize.lower.context import Computed, Float32, PerToken, WeightOnly
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.weights.file import WeightFile
-from llmc.optimize.weights.store import Calibrated
 
 BIASES, UNTIED, TIED = "llama-biases", "mistral-window-wide-heads", "qwen3-tied-sharded"
 LAYER = "model.layers.0"
@@ -134,11 +130,3 @@ def test_no_dead_node_and_no_unread_initializer_is_left(case, lowering):
         assert alive & {value.name for value in node.outputs}, node.name
         alive |= {value.name for value in node.inputs if value is not None}
     assert set(lowered.graph.initializers) <= alive
-
-
-# ------------------------------------------------------------------------------------------ a pass that misses its mark
-
-
-def decode_plan(export: Path, folder: Path) -> LoweringContext:
-    geometry, limits = read_export(export).geometry, Limits(24, 1, 24)
-    return LoweringContext("decode", geometry, limits, QuantConfigs(BLOCKS, BLOCKS), WeightFile(folder), Calibrated())

@@ -62,6 +62,7 @@ def url(config: dict[str, Any]) -> Iterator[str]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_prestart_worker_first_driver", "0")  # processes for work that never comes
         patch.setenv("RAY_enable_worker_prestart", "0")
+        patch.setenv("RAY_worker_niceness", "0")  # or another test process beside this one starves them
         import ray
         from ray import serve
         from ray.cluster_utils import Cluster

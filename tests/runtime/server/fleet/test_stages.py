@@ -49,6 +49,7 @@ def cluster() -> Iterator[None]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_prestart_worker_first_driver", "0")  # processes for work that never comes
         patch.setenv("RAY_enable_worker_prestart", "0")
+        patch.setenv("RAY_worker_niceness", "0")  # or another test process beside this one starves them
         boxes = {"stage-0": 1, "stage-2": 1}
         quiet = {"log_to_driver": False, "include_dashboard": False, "object_store_memory": 80 << 20}
         ray.init("local", num_cpus=2, resources=boxes, **quiet)
