@@ -45,6 +45,7 @@ def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[s
             ragged_rows=order.ragged_rows,
             overwritten=order.overwritten,
             hidden=order.hidden,
+            unsigned=order.unsigned,
         )
         for phase, stored in order.configs.items():
             whole = "encoder" if geometry.encoder else "decoder"
@@ -66,7 +67,7 @@ def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[s
                 geometry, layers=geometry.vision.layers, linears=geometry.vision.linears, caches=(), attentions=()
             )
             stored = choose_tower_configs(next(iter(order.configs.values())))
-            own = LoweringContext("vision", tower, order.limits, stored, weights, Calibrated())
+            own = LoweringContext("vision", tower, order.limits, stored, weights, Calibrated(), unsigned=order.unsigned)
             graphs["vision"] = _compile(order, folder, own, VISION_FILE, "the tower for images")
     return graphs
 
