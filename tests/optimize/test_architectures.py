@@ -215,9 +215,9 @@ def test_int8_and_int4_stay_near_the_unquantized_model(case: Any, tmp_path: Path
             assert phase.mean_kl < bound
 
 
-REQUESTS, AT_ONCE = 1000, 12
-# What malloc and Python still took after the first 400 requests: 0.5 MB was seen; a lost copy of states (8 kB)
-# in each request makes 4.8 MB.
+REQUESTS, WARM, AT_ONCE = 600, 200, 12
+# What malloc and Python still took after the first 200 requests: 0.5 MB was seen; a lost copy of states (8 kB)
+# in each request makes 3.2 MB.
 MOST_GROWTH = 2 << 20
 
 
@@ -225,7 +225,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_thousand_mixed_requests_lose_nothing(exported: Callable[[str], Any], tmp_path: Path):
+def test_hundreds_of_mixed_requests_lose_nothing(exported: Callable[[str], Any], tmp_path: Path):
     """Chats that share histories, samples, beams and cancels, with room for few states."""
     build(
         BuildRequest(exported(HYBRIDS[0]).export, tmp_path / "bundle", precision="fp32", max_context=128, max_batch=4)
@@ -247,13 +247,13 @@ def test_a_thousand_mixed_requests_lose_nothing(exported: Callable[[str], Any], 
             if len(waiting) == AT_ONCE:
                 chosen, handle = waiting.pop(0)
                 checked += check(handle, wanted[chosen])
-            before = resident() if number == 400 else before
+            before = resident() if number == WARM else before
         checked += sum(check(handle, wanted[chosen]) for chosen, handle in waiting)
         growth, snapshot = resident() - before, model.engine.metrics.snapshot()
     assert checked + snapshot.requests["cancelled"] == REQUESTS
-    assert checked > 0.8 * REQUESTS and snapshot.requests["cancelled"] > 50
+    assert checked > 0.8 * REQUESTS and snapshot.requests["cancelled"] > 30
     assert (snapshot.gauges.running, snapshot.gauges.waiting) == (0, 0)
-    assert snapshot.prefix_hit_tokens > 5_000 and 0 < snapshot.gauges.prefix_cache_bytes <= budget
+    assert snapshot.prefix_hit_tokens > 3_000 and 0 < snapshot.gauges.prefix_cache_bytes <= budget
     assert growth < MOST_GROWTH, growth
 
 
