@@ -71,7 +71,7 @@ def test_a_file_that_ends_early_is_refused_by_name(tmp_path):
 # --------------------------------------------------------------------------------------------------------------- pieces
 
 
-def test_a_length_that_is_not_the_shapes_is_refused_by_name(tiny_export: Path, tmp_path: Path):
+def test_a_length_that_is_not_the_shapes_is_refused_by_name(tiny_export, tmp_path):
     graph = onnx.load(tiny_export / "decoder.onnx", load_external_data=False)
     weight = next(it for it in graph.graph.initializer if it.external_data)
     length = next(entry for entry in weight.external_data if entry.key == "length")

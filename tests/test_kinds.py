@@ -13,7 +13,7 @@ from llmc.bundle.model.diffusion import Diffusion
 from llmc.bundle.model.draft_head import DraftHead
 from llmc.bundle.model.encoder import Encoder
 from llmc.bundle.model.experts import Experts
-from llmc.bundle.model.kinds import CLASHES, FEATURES, KINDS, Kind, allows, kinds_of, refuse
+from llmc.bundle.model.kinds import CLASHES, FEATURES, KINDS, allows, kinds_of, refuse
 from llmc.bundle.model.recurrent import Recurrent
 from llmc.errors import UsageError
 from llmc.optimize.recipe import BuildRequest
@@ -72,7 +72,7 @@ def test_a_kind_holds_of_its_model_alone():
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.words)
-def test_a_feature_is_refused_for_every_model_of_a_kind_that_bars_it(kind: Kind, feature: str):
+def test_a_feature_is_refused_for_every_model_of_a_kind_that_bars_it(kind, feature):
     geometry = MODELS[kind.words]
     refuse(PLAIN, feature)
     if allows(geometry, feature):
@@ -86,7 +86,7 @@ def test_a_feature_is_refused_for_every_model_of_a_kind_that_bars_it(kind: Kind,
 
 
 @pytest.mark.parametrize(("one", "other"), [(one, other) for one, others in CLASHES.items() for other in others])
-def test_features_that_exclude_each_other_are_refused_together(one: str, other: str):
+def test_features_that_exclude_each_other_are_refused_together(one, other):
     refuse(PLAIN, one)
     with pytest.raises(UsageError, check=about(one)) as refused:
         refuse(PLAIN, other, one)
@@ -94,7 +94,7 @@ def test_features_that_exclude_each_other_are_refused_together(one: str, other: 
 
 
 @pytest.mark.parametrize(("asked", "feature"), ASKED, ids=lambda value: str(value))
-def test_a_build_asks_for_the_features_of_its_options(asked: dict[str, Any], feature: str):
+def test_a_build_asks_for_the_features_of_its_options(asked, feature):
     request = BuildRequest(Path("export"), **asked)
     assert feature in request.features(capabilities(request.target))
     rounded = BuildRequest(Path("export"), scheme="rtn", smoothing=0.0, phases="shared", adapters=0, budget=Budget())

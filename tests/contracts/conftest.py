@@ -33,9 +33,7 @@ def rooms(top_level: list[Path]) -> list[Path]:
 
 
 @pytest.fixture(scope="session")
-def wheel(
-    root: Path, tmp_path_factory: pytest.TempPathFactory, top_level: list[Path], rooms: list[Path]
-) -> zipfile.ZipFile:
+def wheel(root, tmp_path_factory, top_level, rooms) -> zipfile.ZipFile:
     """The wheel, built from a copy so that no build folder appears in the tree."""
 
     def make(out: Path) -> None:

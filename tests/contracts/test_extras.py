@@ -175,7 +175,7 @@ def serve(python: Path, words: list[str], home: Path) -> tuple[int, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("extras", EXTRAS, ids=lambda extras: extras or "none")
 def test_every_verb_works_or_names_the_extra_that_it_lacks(
-    extras: str, unpacked: Path, tmp_path: Path, one_layer: Path, layer_export: Path, tiny_bundle: Path
+    extras, unpacked, tmp_path, one_layer, layer_export, tiny_bundle
 ):
     python, own = environment(tmp_path / "environment", unpacked, extras)
     held = with_nested(own, set(extras.split()))

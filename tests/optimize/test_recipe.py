@@ -310,7 +310,7 @@ def test_four_bits_take_what_the_target_and_calibration_allow(target, calibrated
         ("tensorrt-rtx", "int8", "int8"),
     ],
 )
-def test_the_default_precision_is_one_that_the_target_documents(target: str, precision: str, source_head: str):
+def test_the_default_precision_is_one_that_the_target_documents(target, precision, source_head):
     found, _ = resolve(Request(), capabilities(target), 2048, "x")
     assert found.precision == precision
     coded, _ = resolve(Request(), capabilities(target), 2048, "x", coded=True)

@@ -79,9 +79,7 @@ def run_with(command: list[str], **_: object) -> "CompletedProcess[str]":
 
 
 @pytest.fixture
-def here(
-    kit: ModuleType, script: Callable[[str], ModuleType], work: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> list[str]:
+def here(kit, script, work, monkeypatch, tmp_path) -> list[str]:
     """Items run in this process, which has imported what each of theirs would; arguments of a dry run."""
     options = ["--target", "cpu", "--fake-device", "--work", str(work), "--parts", str(tmp_path / "none")]
     options += ["--out", str(tmp_path)]

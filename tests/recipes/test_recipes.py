@@ -31,7 +31,7 @@ FOR_ENGINES = "w8a8-static"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_says_what_it_is_for_and_serves_every_model(path: Path):
+def test_a_recipe_says_what_it_is_for_and_serves_every_model(path):
     """A budget or a limit that suits one model would fail another's build."""
     request = read_recipe(path)
     target = capabilities("tensorrt" if path.stem == FOR_ENGINES else "cpu")
@@ -88,9 +88,7 @@ def build_recipe(path: Path, export: Path, output: Path, **calibration: Any) -> 
     ids=["gemma2", "gpt2", "phi3"],
     indirect=["family_export"],
 )
-def test_recipes_build_verify_and_generate_for_families(
-    paths: list[Path], family_export: Path, tmp_path: Path, tiny_checkpoint: Path
-):
+def test_recipes_build_verify_and_generate_for_families(paths, family_export, tmp_path, tiny_checkpoint):
     text = tiny_checkpoint.parent / "calibration.txt"
     request = {"decoder": decoder, "calibration": text, "samples": 8, "length": 16}
     for path in paths:
@@ -104,9 +102,7 @@ def test_recipes_build_verify_and_generate_for_families(
 
 
 @pytest.mark.parametrize("family_export", ["gemma2"], indirect=True)
-def test_a_stream_that_cannot_be_rotated_is_smoothed_where_there_is_a_text(
-    family_export: Path, tmp_path: Path, tiny_checkpoint: Path
-):
+def test_a_stream_that_cannot_be_rotated_is_smoothed_where_there_is_a_text(family_export, tmp_path, tiny_checkpoint):
     text = tiny_checkpoint.parent / "calibration.txt"
     request = {"decoder": decoder, "calibration": text, "samples": 8, "length": 16}
     smoothed = build(BuildRequest(family_export, tmp_path / "smoothed", **request)).manifest
@@ -172,7 +168,7 @@ def as_expected(found: Measured, expected: Expected) -> bool:
 
 
 @pytest.mark.slow
-def test_the_default_costs_what_its_recipe_says_and_not_what_others_say(measured: Measured):
+def test_the_default_costs_what_its_recipe_says_and_not_what_others_say(measured):
     """``recipes/benchmarks/peers.py`` measures the others."""
     assert as_expected(measured, EXPECTED["int8"]), measured.quality.phases
     assert rows_of_the_table()["int8"][0] == f"{measured.weight_bytes / 1e6:.1f} MB"

@@ -65,9 +65,7 @@ def original_logits(tiny_checkpoint: Path, text: CalibrationSamples) -> np.ndarr
 
 
 @pytest.fixture(scope="module")
-def qualities(
-    bundles: dict[str, Path], text: CalibrationSamples, tiny_export: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Quality]:
+def qualities(bundles, text, tiny_export, tmp_path_factory) -> dict[str, Quality]:
     cache, found = tmp_path_factory.mktemp("cache"), {}
     for name, folder in bundles.items():
         with load(folder, threads=1) as model:

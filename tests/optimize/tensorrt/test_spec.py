@@ -62,7 +62,7 @@ def resolve(
 # ------------------------------------------------------------------------------------------------------------ defaults
 
 
-def test_what_is_left_open_has_its_defaults(here: Callable[..., Any]):
+def test_what_is_left_open_has_its_defaults(here):
     here()
     spec = resolve()
     config = spec.config
@@ -82,14 +82,14 @@ def test_what_is_left_open_has_its_defaults(here: Callable[..., Any]):
         (5000, (256, 512, 1024, 2048, 4096, 5056)),
     ],
 )
-def test_buckets_double_and_end_with_the_longest_context_in_whole_blocks(longest: int, buckets: tuple[int, ...]):
+def test_buckets_double_and_end_with_the_longest_context_in_whole_blocks(longest, buckets):
     assert bucket_sizes(longest) == buckets
 
 
 # ------------------------------------------------------------------------------------------------------------- the GPU
 
 
-def test_an_engine_of_tensorrt_rtx_is_for_many_gpus_unless_they_are_named(here: Callable[..., Any], rtx: Any):
+def test_an_engine_of_tensorrt_rtx_is_for_many_gpus_unless_they_are_named(here, rtx):
     here(rtx, RTX_4090)
     assert resolve("tensorrt-rtx").config.compute_capabilities == ()
     assert resolve("tensorrt-rtx", compute_capabilities="8.6, 8.9,8.6").config.compute_capabilities == ("8.6", "8.9")
@@ -108,16 +108,14 @@ OLD_SERVER = dataclasses.replace(RTX_4090, driver=dataclasses.replace(RTX_4090.d
         ("int4", OLD_SERVER, r"tensorrt, which has int4 from compute capability 8\.0 on, Tesla T4 has 7\.5"),
     ],
 )
-def test_a_precision_that_the_gpu_here_lacks_is_refused(
-    here: Callable[..., Any], precision: str, probe: Probe, message: str
-):
+def test_a_precision_that_the_gpu_here_lacks_is_refused(here, precision, probe, message):
     here(probe=probe)
     with pytest.raises(UsageError, match=message):
         resolve(precision=precision)
 
 
 def test_scratch_memory_is_the_librarys_choice_on_a_card_and_what_attention_needs_on_a_board(
-    here: Callable[..., Any], builder: Callable[[int], Any], manifest: Manifest, tmp_path: Path
+    here, builder, manifest, tmp_path
 ):
     def given(probe: Probe, **asked: Any) -> tuple[int | None, int | None]:
         here(probe=probe)
@@ -133,9 +131,7 @@ def test_scratch_memory_is_the_librarys_choice_on_a_card_and_what_attention_need
     assert given(ORIN, workspace=1 << 29) == (1 << 29, 1 << 29)
 
 
-def test_the_compilers_flags_are_set_before_any_builder_is_made_and_are_recorded(
-    here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-):
+def test_the_compilers_flags_are_set_before_any_builder_is_made_and_are_recorded(here, monkeypatch):
     monkeypatch.delenv(flags.VARIABLE, raising=False)
     here(RecordedLibrary(gpu="11.0"), THOR)
     assert "-peep:fc_h_fusion=off" in resolve().config.flags
@@ -155,14 +151,14 @@ def test_the_compilers_flags_are_set_before_any_builder_is_made_and_are_recorded
         ({"optimization_level": -1}, "optimization_level is -1, expected 0 ... 5"),
     ],
 )
-def test_what_the_library_cannot_do_is_refused(here: Callable[..., Any], asked: dict[str, Any], message: str):
+def test_what_the_library_cannot_do_is_refused(here, asked, message):
     here()
     with pytest.raises(UsageError) as refused:
         resolve(**asked)
     assert message in str(refused.value)
 
 
-def test_tensorrt_without_a_gpu_is_refused_before_any_work(here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+def test_tensorrt_without_a_gpu_is_refused_before_any_work(here, monkeypatch):
     def fail(library: RecordedLibrary, self: Any, native_logger: Any) -> None:
         native_logger.log(library.ILogger.Severity.ERROR, "CUDA initialization failure with error: 35")
         raise TypeError("pybind11::init(): factory function returned nullptr")
@@ -221,9 +217,7 @@ def builder(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Builder]:
     return make
 
 
-def test_the_builder_gets_what_was_resolved_and_the_manifest_says_it(
-    here: Callable[..., Any], builder: Callable[[int], Builder], manifest: Manifest, tmp_path: Path
-):
+def test_the_builder_gets_what_was_resolved_and_the_manifest_says_it(here, builder, manifest, tmp_path):
     here(probe=H200)
     made = builder(2 * manifest.geometry.layers)
     spec = resolve(optimization_level=2)
@@ -241,9 +235,7 @@ def test_the_builder_gets_what_was_resolved_and_the_manifest_says_it(
 
 
 @pytest.mark.parametrize("aliases", [3, 0])
-def test_caches_that_are_not_updated_in_place_fail_the_build(
-    here: Callable[..., Any], builder: Callable[[int], Builder], manifest: Manifest, tmp_path: Path, aliases: int
-):
+def test_caches_that_are_not_updated_in_place_fail_the_build(here, builder, manifest, tmp_path, aliases):
     here()
     builder(aliases)
     with pytest.raises(BuildError, match=f"made {aliases} in-place cache updates of the graph, 4 are expected"):
@@ -290,6 +282,6 @@ def save(tmp_path: Path, manifest: Manifest) -> Callable[..., Path]:
     ],
     ids=str,
 )
-def test_a_plan_that_no_build_writes_is_refused(save: Callable[..., Path], changes: dict[str, Any]):
+def test_a_plan_that_no_build_writes_is_refused(save, changes):
     with pytest.raises(BundleError, match=r"the engine in llmc\.json cannot be right|llmc\.json is corrupt \(engine\."):
         read_bundle(save(**changes))

@@ -19,7 +19,6 @@ from doubles.cuda import array_at
 from doubles.geometries import uniform
 from doubles.null_cuda import environment
 
-from llmc.bundle import Manifest
 from llmc.errors import GpuError, LlmcError, ResourceError
 from llmc.runtime.host import cuda
 from llmc.runtime.host.cuda import COPIES, LEAST_COPIED, DeviceInfo, Driver, open_driver
@@ -117,7 +116,7 @@ def driver(api: Api) -> Driver:
     return driver
 
 
-def test_opening_describes_the_gpu_and_takes_its_primary_context(api: Api):
+def test_opening_describes_the_gpu_and_takes_its_primary_context(api):
     driver = Driver(api)
     assert driver.device == DeviceInfo("NVIDIA Test", "8.7", 8_000_000_000, integrated=False, driver_version="13.0")
     assert api.calls[0] == ("cuInit", 0)
@@ -129,7 +128,7 @@ def test_opening_describes_the_gpu_and_takes_its_primary_context(api: Api):
     assert api.names().count("cuDevicePrimaryCtxRelease") == 1
 
 
-def test_each_thread_is_exempt_from_what_others_record_before_its_first_call(driver: Driver, api: Api):
+def test_each_thread_is_exempt_from_what_others_record_before_its_first_call(driver, api):
     threads = [threading.Thread(target=driver.synchronize, args=(21,)) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -149,7 +148,7 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("free", "size"), [(8 * GIB, GIB), (4 * GIB, GIB), (GIB, GIB // 4), (4 * LEAST_COPIED, LEAST_COPIED)]
 )
-def test_copy_bandwidth_counts_reads_and_writes_between_two_events(driver: Driver, api: Api, free: int, size: int):
+def test_copy_bandwidth_counts_reads_and_writes_between_two_events(driver, api, free, size):
     api.answers |= {"cuMemGetInfo": (free, 80 * GIB), "cuEventCreate": (41,), "cuEventElapsedTime": (8.0,)}
     assert driver.copy_bandwidth() == 2 * COPIES * size / 0.008
     events = [call for call in api.calls if call[0].startswith(("cuEvent", "cuMemcpy", "cuStreamSync"))]
@@ -163,7 +162,7 @@ def test_copy_bandwidth_counts_reads_and_writes_between_two_events(driver: Drive
     }
 
 
-def test_too_little_free_memory_tells_nothing_of_the_bandwidth(driver: Driver, api: Api):
+def test_too_little_free_memory_tells_nothing_of_the_bandwidth(driver, api):
     for free in (0, 4 * LEAST_COPIED - 4):
         api.answers["cuMemGetInfo"] = (free, GIB)
         with pytest.raises(ResourceError, match=rf"takes 268 MB of free GPU memory, {free // 10**6} MB are free"):
@@ -174,7 +173,7 @@ def test_too_little_free_memory_tells_nothing_of_the_bandwidth(driver: Driver, a
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
-def test_too_little_memory_says_what_was_asked_and_what_is_free(driver: Driver, api: Api):
+def test_too_little_memory_says_what_was_asked_and_what_is_free(driver, api):
     api.codes["cuMemAlloc"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
     with pytest.raises(ResourceError, match="allocating 123 bytes of GPU memory failed: 3000 of 8000 MB are free"):
         driver.alloc(123)
@@ -183,7 +182,7 @@ def test_too_little_memory_says_what_was_asked_and_what_is_free(driver: Driver, 
         driver.alloc(123)
 
 
-def test_a_lost_context_is_remembered_and_nothing_else_is_tried(driver: Driver, api: Api):
+def test_a_lost_context_is_remembered_and_nothing_else_is_tried(driver, api):
     api.codes["cuStreamSynchronize"] = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
     with pytest.raises(GpuError, match=r"lost while waiting for the GPU \(CUDA_ERROR_ILLEGAL_ADDRESS, 700\)") as caught:
         driver.synchronize(21)
@@ -209,14 +208,14 @@ def test_a_lost_context_is_remembered_and_nothing_else_is_tried(driver: Driver, 
         ("cuDevicePrimaryCtxRetain", 46, "opening the GPU failed .*the GPU is in use"),
     ],
 )
-def test_a_gpu_that_cannot_be_opened_comes_with_what_to_do(api: Api, name: str, code: Any, match: str):
+def test_a_gpu_that_cannot_be_opened_comes_with_what_to_do(api, name, code, match):
     api.codes[name] = code
     with pytest.raises(GpuError, match=match) as caught:
         Driver(api)
     assert not caught.value.lost
 
 
-def test_a_driver_older_than_the_bindings_is_refused_with_both_remedies(api: Api):
+def test_a_driver_older_than_the_bindings_is_refused_with_both_remedies(api):
     api.answers["cuDriverGetVersion"] = (12060,)
     with pytest.raises(
         GpuError, match=r"supports CUDA 12\.6, .* need 13\.0 .* 'cuda-bindings<13', or update the driver"
@@ -248,7 +247,7 @@ for test, given in ((tests.test_a_gpu_copies_records_and_clears, ()), (tests.tes
 """
 
 
-def test_the_tests_of_a_real_driver_pass_with_the_real_bindings_without_a_device(null_cuda: Path, manifest: Manifest):
+def test_the_tests_of_a_real_driver_pass_with_the_real_bindings_without_a_device(null_cuda, manifest):
     """On an integrated GPU, which is asked for more, of little memory, so that copies are quick."""
     pytest.importorskip("cuda.bindings.driver")
     settings = environment(null_cuda, TESTS, NULL_CUDA_INTEGRATED="1", NULL_CUDA_MEMORY_MB="300")
@@ -269,7 +268,7 @@ def gpu() -> Iterator[cuda.Driver]:
 
 
 @pytest.mark.gpu
-def test_a_gpu_copies_records_and_clears(gpu: cuda.Driver):
+def test_a_gpu_copies_records_and_clears(gpu):
     stream, host, device = gpu.stream(), gpu.alloc_host(64), gpu.alloc(64)
     values = array_at(host, (16,), np.int32)
     values[:] = range(16)
@@ -304,7 +303,7 @@ def test_a_gpu_copies_records_and_clears(gpu: cuda.Driver):
 
 
 @pytest.mark.gpu
-def test_a_gpu_keeps_a_cache(gpu: cuda.Driver, manifest: Manifest):
+def test_a_gpu_keeps_a_cache(gpu, manifest):
     stream = gpu.stream()
     geometry = uniform("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 0))
     limits = replace(manifest.limits, max_batch=3)

@@ -74,9 +74,7 @@ def answers(model: Model) -> list[tuple[int, ...]]:
     return [model.generate(prompt, max_tokens=12, temperature=0, ignore_eos=True).token_ids for prompt in PROMPTS]
 
 
-def test_a_lost_stage_fails_those_who_run_and_later_requests_get_the_answers_of_the_whole(
-    tiny_bundle: Path, strict: Model
-):
+def test_a_lost_stage_fails_those_who_run_and_later_requests_get_the_answers_of_the_whole(tiny_bundle, strict):
     with load(tiny_bundle, **OPTIONS) as whole:
         wanted = answers(whole)
     assert answers(strict) == wanted
@@ -90,7 +88,7 @@ def test_a_lost_stage_fails_those_who_run_and_later_requests_get_the_answers_of_
     assert answers(strict) == wanted
 
 
-def test_hidden_states_are_halves_on_the_wire_at_fast_alone(strict: Model, fast: Model):
+def test_hidden_states_are_halves_on_the_wire_at_fast_alone(strict, fast):
     found = []
     batch = Batch.of(Phase.PREFILL, np.arange(5, 45)[None], np.zeros(1, np.int64), np.array([[39]]))
     for model in (strict, fast):
@@ -104,7 +102,7 @@ def test_hidden_states_are_halves_on_the_wire_at_fast_alone(strict: Model, fast:
     assert 0 < np.abs(logits - wanted).max() < WIRE_TOLERANCE
 
 
-def test_groups_that_take_turns_get_the_answers_of_whole_steps_and_a_lost_stage_ends_them_all(fast: Model):
+def test_groups_that_take_turns_get_the_answers_of_whole_steps_and_a_lost_stage_ends_them_all(fast):
     """Four rows, and twice two: even numbers, of which each row has the same bits."""
     runner: Any = fast.engine._runner
     turns, sizes = runner._ahead, list[tuple[int, int]]()
@@ -133,14 +131,14 @@ def test_groups_that_take_turns_get_the_answers_of_whole_steps_and_a_lost_stage_
     assert answer() == wanted
 
 
-def test_a_stage_that_cannot_be_opened_says_why_where_the_model_is_loaded(chain: Path):
+def test_a_stage_that_cannot_be_opened_says_why_where_the_model_is_loaded(chain):
     manifest = read_bundle(chain)
     other = replace(manifest, stage=replace(manifest.stage, before=("0" * 64, *manifest.stage.before[1:])))
     with pytest.raises(BundleError, match="stage-0 is of another build"):
         StagesOnRay(chain, other, 1, exact=True)
 
 
-def test_a_stage_runs_on_the_box_that_has_its_name(chain: Path):
+def test_a_stage_runs_on_the_box_that_has_its_name(chain):
     assert [find_place(number) for number in range(3)] == [{"stage-0": SHARE}, {}, {"stage-2": SHARE}]
     deployed = replicas_of(ServerConfig(models={"m": chain}, ray=True, threads=1))
     assert deployed._bound_deployment.ray_actor_options["resources"] == {"stage-2": SHARE}
@@ -152,7 +150,7 @@ def test_of_a_message_of_rays_the_cause_is_told_without_the_traceback():
     assert find_cause(said) == cause and find_cause("no node has the CPUs") == "no node has the CPUs"
 
 
-async def test_a_replica_serves_the_stages_and_tells_clients_that_one_was_lost(chain: Path):
+async def test_a_replica_serves_the_stages_and_tells_clients_that_one_was_lost(chain):
     replica = Replica(ServerConfig(threads=1, determinism="strict"))
     await replica.reconfigure({"models": {"m": str(chain)}, "revision": ""})
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from doubles.chat_server import WAIT, ChatServer, ends, says
+from doubles.chat_server import WAIT, ends, says
 from doubles.images import draw, encode
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright")
@@ -26,7 +26,7 @@ def violations(page) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("context", [DESKTOP, PHONE], indirect=True, ids=["desktop, light", "phone, dark"])
-def test_axe_finds_nothing(page, server: ChatServer):
+def test_axe_finds_nothing(page, server):
     states = {}
 
     def check(state: str) -> None:
