@@ -40,9 +40,6 @@ def leave(target: Path, kind: str = "new") -> Path:
     return folder
 
 
-# ------------------------------------------------------------------------------------------------- what the dead left
-
-
 def test_what_a_dead_process_left_is_removed(target):
     leave(target)
     publish(target, "new")
@@ -115,9 +112,6 @@ def test_where_a_file_system_has_no_locks_work_goes_on_and_nothing_is_cleared_aw
     assert names(target.parent) == [folder.name, "bundle"]
 
 
-# ---------------------------------------------------------------------------------------------- what the living write
-
-
 def test_two_that_write_to_one_place_leave_each_others_work_alone(target):
     with stage_folder(target) as first:
         (first / "llmc.json").write_text("first")
@@ -169,8 +163,6 @@ def test_what_cannot_be_brought_back_is_not_removed(published, monkeypatch):
         assert (published / "llmc.json").read_text() == "old"
     assert names(published.parent) == ["bundle"]
 
-
-# --------------------------------------------------------------------------------------------------- other processes
 
 WRITER = """
 import signal, sys

@@ -24,9 +24,6 @@ def published(target: Path) -> Path:
     return target
 
 
-# -------------------------------------------------------------------------------------------------------- publishing
-
-
 def test_folder_appears_whole_and_only_at_the_end(target):
     with stage_folder(target) as folder:
         (folder / "llmc.json").write_text("new")
@@ -55,9 +52,6 @@ def test_everything_is_synced_before_it_is_renamed(target, monkeypatch):
     publish(target, "new")
     assert order[0] == "llmc.json"
     assert order[-2:] == ["rename", target.parent.name]
-
-
-# ------------------------------------------------------------------------------------------------- existing targets
 
 
 @pytest.mark.parametrize("content", ["ours", "empty", "file", "foreign"])
@@ -101,9 +95,6 @@ def test_a_link_to_a_bundle_keeps_pointing_at_what_was_replaced(tmp_path, publis
     assert link.is_symlink()
     assert (published / "llmc.json").read_text() == "new"
     assert names(tmp_path) == ["bundle", "latest"]
-
-
-# ----------------------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("error", [ValueError("bad weights"), KeyboardInterrupt(), SystemExit(1), MemoryError()])

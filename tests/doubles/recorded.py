@@ -154,9 +154,6 @@ def _bound(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     return tuple(found[name] for name in plain if name in found)
 
 
-# ---------------------------------------------------------------------------------------------------- behaviours
-
-
 def new(name: str, **values: Any) -> Callable[..., Any]:
     """A behaviour that returns an object of a class; it keeps the arguments it was made with."""
     return lambda library, self, *args: library.make(name, **{key: make() for key, make in values.items()})

@@ -198,9 +198,6 @@ def test_processors_of_both_layouts_are_read(kind, checkpoint, tmp_path, nested)
     assert read_checkpoint(folder).geometry.vision == read_checkpoint(checkpoint).geometry.vision
 
 
-# ------------------------------------------------------------------------------------------------------- refusals
-
-
 REFUSED = [
     ("preprocessor_config.json", {"do_center_crop": True}, "do_center_crop=True is not known to llmc"),
     ("preprocessor_config.json", {"do_resize": False}, "do_resize=False is unsupported; expected true"),

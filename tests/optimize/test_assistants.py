@@ -241,9 +241,6 @@ def test_a_cache_in_float16_is_read_as_it_is(make, tmp_path, always, monkeypatch
         load(bundles[0], draft=made.bundles[1]).engine  # noqa: B018
 
 
-# -------------------------------------------------------------------------------------------------- refusals
-
-
 CHANGES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"backbone_hidden_size": 32}, {}, "drafts for a Gemma 4 of 32 values, 96 tokens and .* is a gemma4_text of 64"),
     ({}, {"vocab_size": 128}, "drafts for a Gemma 4 of 64 values, 128 tokens"),

@@ -102,9 +102,6 @@ def whole(report: BuildReport) -> bool:
     return {path.name for path in report.output.iterdir()} == {*manifest.files, "llmc.json"}
 
 
-# -------------------------------------------------------------------------------------------------- what is published
-
-
 def test_a_bundle_with_an_engine_is_whole_and_says_what_it_is(engine_bundle):
     manifest, plan = engine_bundle.manifest, engine_of(engine_bundle.manifest)
     assert whole(engine_bundle)
@@ -119,9 +116,6 @@ def test_a_bundle_with_an_engine_is_whole_and_says_what_it_is(engine_bundle):
     assert not {"weights", "cache"} & manifest.memory.parts(1).keys()
     assert manifest.graphs["prefill"] == manifest.graphs["decode"]
     assert len(manifest.golden) == 5
-
-
-# ---------------------------------------------------------------------------------------------------------- precisions
 
 
 def request(precision: str) -> Request:
@@ -228,9 +222,6 @@ def test_static_activations_are_calibrated(reads_text, tmp_path):
     assert verify(report.output, emulate=True).equal_tokens == ANSWERED
 
 
-# -------------------------------------------------------------------------------------------------------------- budget
-
-
 def test_a_broken_budget_publishes_nothing_and_names_the_worst_layers(reads_text, tmp_path):
     with pytest.raises(BuildError) as refused:
         build(
@@ -248,9 +239,6 @@ def test_a_broken_budget_publishes_nothing_and_names_the_worst_layers(reads_text
     assert list(tmp_path.iterdir()) == []
     assert "at most 0.1 is allowed" in said
     assert "Worst layers: " in said
-
-
-# ------------------------------------------------------------------------------------------------- TensorRT's versions
 
 
 def test_what_a_recipe_says_of_the_engine_holds_unless_the_caller_says_otherwise(exported, tmp_path):
@@ -296,9 +284,6 @@ def test_on_its_gpu_a_bundle_is_verified_by_running_it(exported, tmp_path, insta
     assert engine_of(report.manifest).verified == "device"
     known = dataclasses.asdict(report.manifest.graphs["decode"].invariance)
     assert any(known.values()), "which calls compute the same bits is measured where it will run"
-
-
-# ------------------------------------------------------------------------------------------------------------ failures
 
 
 def test_a_library_that_is_missing_is_said_before_any_work(exported, untouched, monkeypatch):

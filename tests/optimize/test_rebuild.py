@@ -122,9 +122,6 @@ def check_whole(folder: Path) -> Manifest:
     return manifest
 
 
-# -------------------------------------------------------------------------------------------------------- what is made
-
-
 def test_a_deferred_engine_is_made_in_place(bundle, machine):
     folder = bundle()
     before = read_bundle(folder)
@@ -273,9 +270,6 @@ def test_tensorrt_rtx_rebuilds_its_own_engines(exported, tmp_path, monkeypatch):
     assert (manifest.engine.compute_capabilities, manifest.engine.optimization_level) == (("8.9",), 1)
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
-
-
 @pytest.fixture
 def whole(bundle: Callable[..., Path]) -> Iterator[Path]:
     """A bundle with another machine's engine, which afterwards must be what it was, with nothing beside it."""
@@ -311,9 +305,6 @@ def test_an_output_that_exists_is_refused_before_anything_is_hashed(whole):
     with pytest.raises(UsageError, match="exists; choose another output folder, or pass --force"):
         rebuild(whole, whole, progress=lambda step, _=None: steps.append(step))
     assert steps == []
-
-
-# ------------------------------------------------------------------------------------------------------------ failures
 
 
 @pytest.mark.parametrize("probe", [H200, NO_GPU], ids=["on the GPU", "its graph on the CPU"])

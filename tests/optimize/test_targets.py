@@ -69,9 +69,6 @@ def test_the_page_names_the_gpus_that_the_library_lists():
     assert f"TensorRT-RTX lists {', '.join(most)} and {last}," in text
 
 
-# ------------------------------------------------------------------------------------------------------------ chunks
-
-
 @pytest.mark.parametrize("target", ["tensorrt", "tensorrt-rtx"])
 @pytest.mark.parametrize(
     ("probe", "deferred", "chunk"),

@@ -30,9 +30,6 @@ def run(script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tm
     return run_script
 
 
-# ------------------------------------------------------------------------------------------------------------ harness
-
-
 def test_ways_take_turns_after_a_round_that_does_not_count(script):
     order: list[str] = []
     ways = {name: (lambda number, name=name: order.append(name) or number) for name in "ab"}
@@ -63,9 +60,6 @@ def test_what_belongs_to_the_measurement_does_not_disturb_it(script, monkeypatch
     assert disturbance.cpus() == pytest.approx(0.12)
     machine.publish(None, 0.12, ["table"])
     assert "DISTURBED: 0.12 CPUs" in capsys.readouterr().out
-
-
-# ------------------------------------------------------------------------------------------------------------ scripts
 
 
 def test_service_runs_on_the_small_model(run, tiny_bundle):
@@ -177,8 +171,6 @@ def test_peers_compare_at_equal_quality_and_time_nothing_without_it(
     assert [len(row["rounds"]) for row in rows] == [1, 1, 1, 0] and "has no KL" in rows[-1]["trouble"]
 
 
-# ---------------------------------------------------------------------------------------------------------- made
-
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -216,9 +208,6 @@ def test_a_checkpoint_made_layer_by_layer_is_whole(name, script, tmp_path):
     assert found.config.vocab_size == 5000
     for tensor in (value for file in tmp_path.glob("*.safetensors") for value in load_file(file).values()):
         assert tensor.isfinite().all()
-
-
-# ------------------------------------------------------------------------------------------------------------ picture
 
 
 def timed(name: str, runner: str, speeds: list[float], kl: float) -> dict[str, Any]:

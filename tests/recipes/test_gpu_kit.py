@@ -122,8 +122,6 @@ def test_logits_of_the_position_before_are_beyond_the_limit(script, work):
     assert not common.distance(np.full_like(logits, np.nan), logits) <= common.LIMIT
 
 
-# ------------------------------------------------------------------------------------------------- items that fail
-
 BAD = {
     "hangs": ("import time; print('{\"first\": 1}', flush=True); time.sleep(60)", "no end after 1 s"),
     "crashes": ("import os; os.abort()", "ended with -6"),
@@ -177,9 +175,6 @@ def test_the_table_stays_short_whatever_items_print(kit):
     }
     table = kit.format_table([long] * 99)
     assert len(table.splitlines()) == 60 and len(table) < 12_000
-
-
-# ----------------------------------------------------------------------------------------------------------- parts
 
 
 @pytest.fixture

@@ -27,8 +27,6 @@ RECIPES = sorted(FOLDER.glob("*.toml"))
 EXPECTED = {path.stem: expected for path in RECIPES if (expected := read_recipe(path).expected)}
 FOR_ENGINES = "w8a8-static"
 
-# ------------------------------------------------------------------------------------------------------------ the file
-
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_says_what_it_is_for_and_serves_every_model(path):
@@ -59,9 +57,6 @@ def printed(expected: Expected) -> tuple[str, ...]:
 def test_the_table_of_recipes_holds_what_the_recipes_expect():
     figures = {name: row[1:] for name, row in rows_of_the_table().items()}
     assert figures == {name: printed(expected) for name, expected in EXPECTED.items()}
-
-
-# ------------------------------------------------------------------------------------------------------- every family
 
 
 def decoder(export: Path, device: str) -> Any:
@@ -111,8 +106,6 @@ def test_a_stream_that_cannot_be_rotated_is_smoothed_where_there_is_a_text(famil
     assert plain.recipe.smoothing == 0
     assert [any("are smoothed" in note for note in each.notes) for each in (smoothed, plain)] == [False, True]
 
-
-# -------------------------------------------------------------------------------------------- costs, on the small model
 
 # What the figures in the recipes and in their README are of. 142 samples instead lower the KL of int4 by 2 %.
 CALIBRATION_SAMPLES, CALIBRATION_LENGTH = 32, 256

@@ -104,9 +104,6 @@ def feed(session: OnnxRuntimeSession, ids: Sequence[int], sizes: Sequence[int], 
     return np.concatenate(parts)
 
 
-# -------------------------------------------------------------------------------------------------------- the session
-
-
 @pytest.mark.parametrize("sizes", [(64,), (5, 1, 1, 40, 1)], ids=str)
 def test_prefill_chunks_and_decode_give_the_exported_graphs_logits(session, portable, sizes):
     session.cache.reserve(1, 64)
@@ -147,9 +144,6 @@ def test_the_tolerance_notices_a_position_too_few(session, portable):
     assert np.abs(found - portable[:48]).max() > TOLERANCE
 
 
-# -------------------------------------------------------------------------------------------------- the generation loop
-
-
 @pytest.fixture(scope="module")
 def wanted(fp32_bundle: Path) -> list[tuple[int, ...]]:
     """Greedy tokens of the CPU's own bundle in float32."""
@@ -170,9 +164,6 @@ def test_requests_that_share_batches_get_the_tokens_of_the_cpus_bundle(bundle, w
     with load(bundle, emulate=True, self_test=False, **options) as model:
         assert generate(model) == wanted
         assert generate(model) == wanted, "also from what the first round left behind"
-
-
-# ---------------------------------------------------------------------------------------------------- what it stands on
 
 
 def test_a_bundle_that_is_emulated_is_planned_in_the_machines_memory(bundle):

@@ -93,9 +93,6 @@ def model(tiny_bundle: Path) -> Iterator[Model]:
         yield model
 
 
-# ------------------------------------------------------------------------------------------------------ text and ends
-
-
 def test_deltas_concatenate_to_the_text(scripted, tokenizer):
     ids = tokenizer.encode(TEXT)
     stream = scripted().stream(PROMPT, max_tokens=len(ids))
@@ -138,9 +135,6 @@ def test_the_stop_text_or_token_that_ended_an_output_is_told_and_an_end_of_seque
     assert (result.text, result.stop_reason, result.outputs[0].stop_reason) == (text, reason, reason)
 
 
-# ------------------------------------------------------------------------------------------------ sampling parameters
-
-
 def test_the_checkpoint_and_the_caller_fill_the_sampling_parameters(scripted):
     model = scripted(do_sample=True, temperature=0.7, top_k=50, min_p=None)
     result = model.generate(PROMPT, max_tokens=3, top_k=7, stop="x", seed=1)
@@ -165,9 +159,6 @@ def test_a_seed_repeats_its_tokens_and_another_gives_others(model):
     assert first.token_ids == again.token_ids != other.token_ids
     unseeded = model.generate(PROMPT, max_tokens=24, temperature=2.0)
     assert model.generate(PROMPT, max_tokens=24, temperature=2.0, seed=unseeded.seed).token_ids == unseeded.token_ids
-
-
-# ------------------------------------------------------------------------------------------------------------ prompts
 
 
 def test_text_tokens_and_arrays_are_the_same_prompt(model):
@@ -265,9 +256,6 @@ def test_a_template_sees_tools_documents_and_variables(scripted, tokenizer, monk
         model.chat([{"role": "user", "content": "hi"}], chat_template_kwargs={"messages": []})
 
 
-# ------------------------------------------------------------------------------------------------------- long prompts
-
-
 @pytest.fixture
 def counted(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Characters of every text that is tokenized."""
@@ -312,9 +300,6 @@ def test_a_prompt_that_may_be_cut_is_cut_before_it_is_tokenized(scripted, tokeni
     short, long = model.runner.session.prompts
     assert short == long and len(long) > 200
     assert max(counted[1:]) <= 512 * tokenizer.longest_token
-
-
-# --------------------------------------------------------------------------------------------------------------- drafts
 
 
 def test_drafts_come_by_themselves_where_they_leave_the_bits(manifest):

@@ -56,8 +56,6 @@ def random_sampler(seed: int, vocab_size: int = VOCAB) -> Sampler:
     return make_sampler(SamplingContext(SamplingParams(temperature=1.0, seed=seed), vocab_size, prompt_length=2))
 
 
-# --------------------------------------------------------------------------------------------------- the distribution
-
 ADVERSARIES: dict[str, Callable[[list[int], int], list[int]]] = {
     "most probable": lambda tokens, _: [int(toy(tokens).argmax())] * 2,
     "least probable": lambda tokens, _: [int(toy(tokens).argmin())] * 2,
@@ -120,9 +118,6 @@ def accepts_everything(drafts: Sequence[int], draw: Callable[[int], int]) -> Ite
 @pytest.mark.parametrize("rule", [lenient, accepts_everything])
 def test_another_rule_of_acceptance_shows_in_the_distribution(rule):
     assert chi_square(pairs_drawn("always the same", rule)) > CHI_SQUARE_24
-
-
-# --------------------------------------------------------------------------------------------------- the same tokens
 
 
 def test_draws_stop_at_the_first_disagreement_which_is_committed():

@@ -75,9 +75,6 @@ def calls(draft: Model, monkeypatch: pytest.MonkeyPatch) -> Calls:
     return seen
 
 
-# ------------------------------------------------------------------------------------------------------------- drafts
-
-
 def test_a_model_that_drafts_for_itself_is_always_right(drafter, texts):
     for key, (prompt, answer) in enumerate(texts):
         for start in (0, 1, 5, 6, 8, 16):  # by steps, by what was drafted, and further than that
@@ -136,9 +133,6 @@ def test_the_row_that_was_idle_longest_makes_room(drafter, calls, texts):
     assert prefilled == [0, 0, 0, 0]  # 0, 1, 2 in the place of 1, and 1 in the place of 2
 
 
-# ------------------------------------------------------------------------------------------------------------- limits
-
-
 def test_it_drafts_to_the_end_of_its_context_and_no_further(drafting_bundle, target):
     with load(drafting_bundle, threads=1, max_context=32, self_test=False) as model:
         drafter = ModelDrafter(model, target)
@@ -146,9 +140,6 @@ def test_it_drafts_to_the_end_of_its_context_and_no_further(drafting_bundle, tar
         assert len(drafter.propose(0, tokens, 8)) == 3  # two are fed, and the third is known then
         assert len(drafter.propose(0, [*tokens, 1, 2], 8)) == 1
         assert drafter.propose(0, [*tokens, 1, 2, 3], 8) == []
-
-
-# --------------------------------------------------------------------------------------------------------- tokenizers
 
 
 class Other:

@@ -59,9 +59,6 @@ def test_a_model_whose_values_leave_float16_is_refused_by_the_names_of_its_nodes
     assert list(tmp_path.iterdir()) == [], "nothing is published"
 
 
-# ------------------------------------------------------------------------------------------------- what is looked at
-
-
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the values that ONNX Runtime is asked for."""

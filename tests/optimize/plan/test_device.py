@@ -103,9 +103,6 @@ def test_an_engine_that_is_there_tells_its_weights_itself(tmp_path):
         assert with_engine(plan, tmp_path, other) == plan
 
 
-# --------------------------------------------------------------------------------------------------- against the graph
-
-
 def stored_bytes(graph: Path) -> int:
     """Bytes of a graph's weights, without the rotary tables."""
 

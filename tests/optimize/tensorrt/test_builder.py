@@ -56,9 +56,6 @@ def _read_by_attention(network: Network) -> list[str]:
     return [layer.get_input(index).name for index in (0, 1)]
 
 
-# --------------------------------------------------------------------------------------- graphs that are not built
-
-
 def test_an_input_that_the_parser_drops_fails_the_build(rtx, save, graph_text, config):
     """The parser takes the lengths of Attention-24 without a word and would attend as if there were none."""
     text = graph_text.replace("<scale = 1.0> (q_turned, keys, values, mask)", CAUSAL)
@@ -105,16 +102,10 @@ def test_truncated_weights_are_refused_by_name(rtx, decoder, config):
         build_decoder(rtx, decoder, config)
 
 
-# ------------------------------------------------------------------------------------------------------- options
-
-
 def test_a_workspace_too_small_says_what_would_help(rtx, decoder, config):
     big = replace(config, decode=Profile(64, 1, 1), workspace=1)
     with pytest.raises(ResourceError, match=r"within a workspace of 1 bytes: .*; allow more with workspace"):
         build_decoder(rtx, decoder, big)
-
-
-# ------------------------------------------------------------------------------------------ progress and stopping
 
 
 def test_progress_rises_to_the_end(rtx, decoder, config):

@@ -59,9 +59,6 @@ def resolve(
     return resolve_engine(abilities, GEOMETRY, recipe, limits, EngineRequest(**request))
 
 
-# ------------------------------------------------------------------------------------------------------------ defaults
-
-
 def test_what_is_left_open_has_its_defaults(here):
     here()
     spec = resolve()
@@ -86,16 +83,11 @@ def test_buckets_double_and_end_with_the_longest_context_in_whole_blocks(longest
     assert bucket_sizes(longest) == buckets
 
 
-# ------------------------------------------------------------------------------------------------------------- the GPU
-
-
 def test_an_engine_of_tensorrt_rtx_is_for_many_gpus_unless_they_are_named(here, rtx):
     here(rtx, RTX_4090)
     assert resolve("tensorrt-rtx").config.compute_capabilities == ()
     assert resolve("tensorrt-rtx", compute_capabilities="8.6, 8.9,8.6").config.compute_capabilities == ("8.6", "8.9")
 
-
-# ---------------------------------------------------------------------------------------------- precisions, workspace
 
 TURING = dataclasses.replace(RTX_4090.driver.devices[0], name="Tesla T4", compute_capability="7.5")
 OLD_SERVER = dataclasses.replace(RTX_4090, driver=dataclasses.replace(RTX_4090.driver, devices=(TURING,)))
@@ -138,9 +130,6 @@ def test_the_compilers_flags_are_set_before_any_builder_is_made_and_are_recorded
     assert flags.VARIABLE not in os.environ
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
-
-
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -170,9 +159,6 @@ def test_tensorrt_without_a_gpu_is_refused_before_any_work(here, monkeypatch):
     assert resolve(deferred=True).version == "none"
 
 
-# ------------------------------------------------------------------------------------------------------------ deferred
-
-
 @pytest.fixture
 def untouchable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither library nor GPU may be looked at."""
@@ -187,9 +173,6 @@ def test_a_deferred_engine_touches_no_library():
     spec = resolve(deferred=True, optimization_level=3)
     assert (spec.library, spec.version, spec.gpu) == (None, "none", None)
     assert spec.config.optimization_level == 3
-
-
-# ----------------------------------------------------------------------------------------------------------- compiling
 
 
 class Builder:
@@ -241,8 +224,6 @@ def test_caches_that_are_not_updated_in_place_fail_the_build(here, builder, mani
     with pytest.raises(BuildError, match=f"made {aliases} in-place cache updates of the graph, 4 are expected"):
         compile_engine(resolve(), tmp_path / "decoder.onnx", manifest.geometry, silent)
 
-
-# --------------------------------------------------------------------------------------------------------- the manifest
 
 PLAN = FULL
 

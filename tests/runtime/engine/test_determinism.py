@@ -61,8 +61,6 @@ def wanted(alone: Alone, request: Request) -> list[list[int]]:
     return [alone(request.prompt, request.params, index) for index in range(request.params.n)]
 
 
-# ------------------------------------------------------------------------- on a session whose rows know what they hold
-
 SETTINGS: list[dict[str, Any]] = [
     {"determinism": "fast"},
     {"determinism": "fast", "packs_rows": True, "prefill_chunk": 64},
@@ -202,8 +200,6 @@ def disturbing(rng: random.Random) -> Request:
     )
     return Request(prompt, SamplingParams(**params), priority=rng.randint(-2, 2))
 
-
-# -------------------------------------------------------------------------------------------------- on the real engine
 
 REAL_CASES: list[tuple[str, dict[str, Any]]] = [
     ("int8", {"determinism": "batch"}),

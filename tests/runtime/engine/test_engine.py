@@ -82,9 +82,6 @@ def gate(make_engine: Any, session: Any) -> Iterator[Gate]:
     gate.open()
 
 
-# ------------------------------------------------------------------------------------------- what a request does wrong
-
-
 def raising(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
     raise ZeroDivisionError("by the client")
 
@@ -142,9 +139,6 @@ def test_a_call_that_fails_while_a_prompt_is_fed_ends_that_request_only(make_eng
     with pytest.raises(LlmcError, match="not this one"):
         bad.result(PATIENCE)
     assert tokens(other) == alone(OTHERS[0], SAMPLED)
-
-
-# ------------------------------------------------------------------------------------------------ refused at the door
 
 
 @pytest.mark.parametrize(
@@ -219,9 +213,6 @@ def test_memory_that_does_not_suffice_even_alone_refuses_by_the_numbers(make_eng
     assert tokens(engine.submit(ask())) == alone(PROMPT, SAMPLED)
 
 
-# --------------------------------------------------------------------------------------------------- cancel, deadline
-
-
 def test_a_cancelled_request_frees_its_row_within_one_step(make_engine, session, gate, alone):
     engine = make_engine(session, max_batch=1)
     first, second = engine.submit(ask()), engine.submit(ask(OTHERS[0]))
@@ -277,9 +268,6 @@ def test_a_deadline_that_passes_says_how_far_the_request_came(
         late.result(PATIENCE)
     assert first is None or tokens(first) == alone(OTHERS[0], SAMPLED)
     assert tokens(engine.submit(ask())) == alone(PROMPT, SAMPLED)
-
-
-# -------------------------------------------------------------------------------------------------------------- close
 
 
 def test_closing_fails_what_runs_and_waits_and_refuses_what_comes(make_engine, session, gate):
@@ -353,9 +341,6 @@ def test_a_cached_prefix_that_another_row_holds_is_taken_from_that_row(make_engi
     assert tokens(first) == alone(PROMPT, SAMPLED)
     assert tokens(second[0]) == alone([*PROMPT, 7, 8, 9], SAMPLED)
     assert copies == ([(0, len(PROMPT))] if scope is None else [])
-
-
-# ------------------------------------------------------------------------------------------------------------ numbers
 
 
 def test_metrics_count_what_happened(make_engine):

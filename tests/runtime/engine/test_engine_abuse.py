@@ -43,9 +43,6 @@ def companion(model: Model, *brakes: Brake) -> Any:
     return model.stream(PROMPT, max_tokens=200, temperature=0, ignore_eos=True, stopping_criteria=brakes)
 
 
-# ------------------------------------------------------------------------------------------- functions of the client
-
-
 def raising(error: BaseException) -> Callable[..., Any]:
     def function(*_: object) -> Any:
         raise error
@@ -72,16 +69,10 @@ def test_waiting_for_the_engine_on_its_own_threads_is_refused(model, wait):
     assert len(beside.result(PATIENCE).token_ids) == 200
 
 
-# -------------------------------------------------------------------------------------------------------- bad requests
-
-
 @pytest.mark.parametrize("arguments", [{"memory": "2GB"}, {"memory": -1}, {"determinism": "strict", "max_context": 2}])
 def test_loading_refuses_what_could_serve_nothing(tiny_bundle, arguments):
     with pytest.raises(UsageError, match=r"memory|max_context"):
         load(tiny_bundle, self_test=False, **arguments)
-
-
-# -------------------------------------------------------------------------------------------------- memory, processes
 
 
 def test_ended_requests_are_let_go_even_if_their_functions_know_them(model):

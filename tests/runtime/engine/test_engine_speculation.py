@@ -62,9 +62,6 @@ def test_a_request_may_decline_drafts(drafting):
     assert result.metrics.drafted == 0
 
 
-# ------------------------------------------------------------------------------------------------- prefixes, sessions
-
-
 @pytest.fixture(scope="module", params=["float32", "int8"])
 def bundle(request, tiny_bundle, tiny_export, tmp_path_factory) -> Path:
     """A bundle with each kind of KV cache."""

@@ -146,9 +146,6 @@ def thread_of(engine: Engine) -> threading.Thread:
     return engine._thread.thread
 
 
-# ---------------------------------------------------------------------------------------------------------- a lost GPU
-
-
 @pytest.mark.parametrize("calls", CALLS)
 def test_wherever_the_gpu_is_lost_every_request_ends_and_so_does_the_engine(make_engine, remembering, expected, calls):
     session = Failing(remembering(), calls, lost())
@@ -194,9 +191,6 @@ def test_the_session_of_a_model_that_nobody_closed_before_the_loss_is_closed_aft
     thread_of(engine).join(PATIENCE)
     assert session.closed == 0
     closed_at_once(engine, session)
-
-
-# ------------------------------------------------------------------------------------------- failures that come alone
 
 
 @pytest.mark.parametrize("calls", CALLS)
@@ -248,9 +242,6 @@ def test_rows_that_could_not_be_moved_cost_who_holds_one_and_nobody_who_waits(ma
     assert session.failed
     assert isinstance(first, GpuError) and isinstance(second, GpuError)
     assert third == [alone(requests[2].prompt, requests[2].params)]
-
-
-# ------------------------------------------------------------------------------------------------------ planted errors
 
 
 @pytest.fixture

@@ -62,9 +62,6 @@ def slid(
     return said, cut
 
 
-# -------------------------------------------------------------------------------------------------------------- refuse
-
-
 def test_what_does_not_fit_is_refused_unless_the_request_says_otherwise(engine):
     no_room, too_many = rf"leaves no room in a context of {CONTEXT}", rf"13 new ones .* holds {CONTEXT}"
     for prompt, new, why in ((LONG, 1, no_room), (LONG[:CONTEXT], 1, no_room), (LONG[:20], 13, too_many)):
@@ -80,9 +77,6 @@ def test_the_last_position_of_the_context_is_used(engine, alone):
         assert (result.usage.truncated_tokens, result.metrics.overflows) == (0, 0)
 
 
-# ------------------------------------------------------------------------------------------------------- truncate_left
-
-
 @pytest.mark.parametrize(("length", "new"), [(50, 4), (32, 1), (30, 3), (50, 31)])
 def test_truncation_on_the_left_leaves_room_for_the_answer(engine, alone, length, new):
     prompt, asked = LONG[:length], params("truncate_left", new, seed=4)
@@ -90,9 +84,6 @@ def test_truncation_on_the_left_leaves_room_for_the_answer(engine, alone, length
     kept = prompt[-(CONTEXT - new) :]
     assert list(result.token_ids) == alone(kept, asked)
     assert (result.usage.prompt_tokens, result.usage.truncated_tokens) == (len(kept), length - len(kept))
-
-
-# ---------------------------------------------------------------------------------------------------------------- sink
 
 
 @pytest.mark.parametrize(("length", "new"), [(10, 24), (10, 80), (32, 5), (50, 70)])

@@ -10,9 +10,6 @@ SPACING = 4
 CHUNK_S, STEP_S = 0.25, 0.125  # exact in binary
 
 
-# -------------------------------------------------------------------------------------------------------------- queue
-
-
 def test_a_better_priority_goes_first_and_is_worth_a_fixed_number_of_arrivals():
     queue = Queue()
     queue.push("early", 1)
@@ -49,9 +46,6 @@ def test_a_further_sample_waits_in_the_place_of_its_request():
     assert queue.pop() == "first"
     queue.again(ticket, "first's sample")
     assert [queue.pop(), queue.pop()] == ["first's sample", "second"]
-
-
-# ------------------------------------------------------------------------------------------------------------- chunks
 
 
 def test_while_others_decode_a_further_chunk_waits_for_steps_and_for_their_time():

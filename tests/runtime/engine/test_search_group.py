@@ -117,9 +117,6 @@ def test_a_fork_that_copies_too_little_is_noticed(make_engine, remembering):
         assert found(make_engine(Lossy()).submit(beams({"num_beams": 4})).result(PATIENCE)) == wanted
 
 
-# -------------------------------------------------------------------------------------------- the small model's beams
-
-
 @contextmanager
 def reference(checkpoint: Path) -> Iterator[Any]:
     import torch

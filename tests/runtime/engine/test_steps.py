@@ -43,9 +43,6 @@ def session(remembering: Any) -> Any:
     return remembering()
 
 
-# -------------------------------------------------------------------------------------------------------------- chunks
-
-
 def held_back(engine: Any, requests: Sequence[Request]) -> list[Any]:
     """Submit all of them before the engine's next step."""
     handles: list[Any] = []
@@ -97,9 +94,6 @@ def test_a_long_prompt_is_fed_however_many_short_ones_come(make_engine, session,
     assert len(more) < 4 * (max(1, spacing) + 8) * 8  # a bound that a starved prompt would pass
     for handle in more:
         handle.result(PATIENCE)
-
-
-# -------------------------------------------------------------------------------------------------------------- drafts
 
 
 class Table:
@@ -175,9 +169,6 @@ def test_drafts_of_forbidden_sequences_are_not_accepted(make_engine, tiny_tokeni
         got = engine.submit(asked).result(PATIENCE)
         assert (got.token_ids, got.outputs[0].logprobs) == (wanted.token_ids, wanted.outputs[0].logprobs)
         assert engine.metrics.snapshot().draft_accepted > 0
-
-
-# --------------------------------------------------------------------------------------------------------------- cache
 
 
 def test_memory_that_ends_while_the_cache_grows_fails_who_needs_it(make_engine, session, alone):

@@ -40,9 +40,6 @@ def slow(model: Model) -> Model:
     return model
 
 
-# ------------------------------------------------------------------------------------------------------- side by side
-
-
 def test_eight_threads_each_get_what_they_get_alone(model, alone):
     with ThreadPoolExecutor(8) as pool:
         start = threading.Barrier(8)
@@ -52,9 +49,6 @@ def test_eight_threads_each_get_what_they_get_alone(model, alone):
             return model.generate(prompt, **SAMPLING).token_ids
 
         assert list(pool.map(request, PROMPTS, timeout=PATIENCE)) == alone
-
-
-# ------------------------------------------------------------------------------------------------------------- closing
 
 
 def test_a_closed_model_refuses_requests_and_may_be_closed_again(slow):

@@ -140,8 +140,6 @@ def test_each_thread_is_exempt_from_what_others_record_before_its_first_call(dri
     assert api.names()[-2:] == ["cuStreamSynchronize"] * 2
 
 
-# ----------------------------------------------------------------------------------------------------------- bandwidth
-
 GIB = 1 << 30
 
 
@@ -168,9 +166,6 @@ def test_too_little_free_memory_tells_nothing_of_the_bandwidth(driver, api):
         with pytest.raises(ResourceError, match=rf"takes 268 MB of free GPU memory, {free // 10**6} MB are free"):
             driver.copy_bandwidth()
     assert "cuMemAlloc" not in api.names()
-
-
-# -------------------------------------------------------------------------------------------------------------- errors
 
 
 def test_too_little_memory_says_what_was_asked_and_what_is_free(driver, api):
@@ -229,9 +224,6 @@ def test_where_there_is_no_driver_opening_says_so():
         pytest.skip("there is a GPU here")
     with pytest.raises(LlmcError, match=r"no NVIDIA driver was found|starting CUDA failed"):
         open_driver()
-
-
-# ------------------------------------------------------------------------------------------------------- a real driver
 
 
 BY_ITSELF = """

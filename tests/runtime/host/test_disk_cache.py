@@ -69,9 +69,6 @@ def test_pruning_removes_the_least_recently_used_until_the_rest_fits(root):
     assert not older.exists()
 
 
-# --------------------------------------------------------------------------------------------- what is held and written
-
-
 def test_what_another_process_holds_stays_until_it_ends(root):
     held, other = (filled(root, key, 100, LONG_AGO) for key in ("held", "other"))
     code = f"import sys; from llmc.runtime.host.disk_cache import Hold, Path; hold = Hold(Path({str(held)!r}));"
@@ -108,9 +105,6 @@ def test_what_a_killed_process_wrote_is_cleared(root):
         aged(path, LONG_AGO)
     disk_cache.prune("calibration", 10**9)
     assert [path.name for path in entry.iterdir()] == ["head.npz"]
-
-
-# ----------------------------------------------------------------------------------------------------------- without it
 
 
 def test_without_a_writable_folder_entries_are_temporary_and_one_warning_says_so(tmp_path, monkeypatch, caplog):

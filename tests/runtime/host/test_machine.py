@@ -31,9 +31,6 @@ def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-# --------------------------------------------------------------------------------------------------------- processors
-
-
 @pytest.mark.usefixtures("four_processors")
 @pytest.mark.parametrize(
     ("quota", "threads"),
@@ -49,9 +46,6 @@ def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_threads_are_the_affinity_mask_cut_by_the_quota(cgroup, quota, threads):
     (cgroup / "cpu.max").write_text(quota + "\n")
     assert usable_threads() == threads
-
-
-# ------------------------------------------------------------------------------------------------------------- memory
 
 
 @pytest.fixture

@@ -54,9 +54,6 @@ def available(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr("llmc.runtime.kv.budget.available_memory", lambda: size)
 
 
-# ------------------------------------------------------------------------------------------------------------ the plan
-
-
 def run(context: int, batch: int = 1) -> MemoryEstimate:
     return plan_run(PLAN, LIMITS, context, batch)
 
@@ -190,9 +187,6 @@ def test_a_budget_holds_both_memories_and_names_the_one_that_lacks(on_gpu, proce
     if lacking:
         assert f"{(device if gpu else memory) // MB} MB may be taken" in str(budget.refusal(256, 2))
         assert lacking in str(budget.refusal(256, 2))
-
-
-# ------------------------------------------------------------------------------------------------------------ loading
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,6 @@ def test_too_little_memory_changes_nothing(driver, made):
     assert np.array_equal(read(cache, 1, 0, 32), given)
 
 
-# ----------------------------------------------------------------------------------------------------- two buffers
-
-
 LAYERS = ((2, 16), (1, 10), (4, 8))
 
 

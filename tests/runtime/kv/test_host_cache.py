@@ -52,9 +52,6 @@ def numbers(count: int, kind: str = "float32") -> np.ndarray:
     return np.random.default_rng(count).integers(1, 100, count).astype(kind)
 
 
-# ------------------------------------------------------------------------------------------------------------ contents
-
-
 @pytest.mark.parametrize("kind", ["float32", "float16", "int8"])
 def test_what_is_written_is_read_and_lies_tensor_after_tensor(made, kind):
     cache = made(kind=kind)
@@ -95,9 +92,6 @@ def test_a_copied_range_reaches_its_row_and_no_other(made):
     after = [cache.read_blocks(row, 1, 0, 32) for row in range(3)]
     before[2][5:20] = before[0][5:20]
     assert np.array_equal(before, after)
-
-
-# -------------------------------------------------------------------------------------------------------------- growth
 
 
 def test_growth_keeps_what_was_written_copied_and_computed(made):
@@ -177,9 +171,6 @@ def resident() -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem")))
 
 
-# -------------------------------------------------------------------------------------------------------------- pages
-
-
 def test_samples_share_the_pages_of_a_prompt_and_give_memory_back(made):
     cache = made((Cache("0", "kv", (2, 64), 0), Cache("1", "kv", (1, 64), 0)), limits=replace(LIMITS, max_batch=9))
     if cache._pages is None:
@@ -231,9 +222,6 @@ def taken(cache: HostCache) -> int:
     """Bytes of the pages that rows have in all."""
     assert cache._pages is not None
     return os.fstat(cache._pages._file).st_blocks * 512
-
-
-# -------------------------------------------------------------------------------------------------------------- states
 
 
 def feed(cache: HostCache, row: int, past: int, tokens: Sequence[int]) -> None:
@@ -348,8 +336,6 @@ def test_rows_of_states_come_go_fork_and_change_places(made, seed):
             (feeding if held in feeding else decoding).remove(held)
         assert all(holds(cache, held.row, held.tokens) for held in feeding + decoding if held.tokens)
 
-
-# ------------------------------------------------------------------------------------------------------------- windows
 
 # A page holds 32 positions of one head, so that pages are given back that lie within a head.
 WINDOWED = (Cache("0", "kv", (1, 32), 0), Cache("1", "kv", (2, 32), 8))

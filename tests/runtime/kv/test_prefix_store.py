@@ -325,8 +325,6 @@ def test_a_description_that_is_none_is_a_miss(opened, folder, text):
     assert not path.exists()
 
 
-# ---------------------------------------------------------------------------------------------------- other processes
-
 LENGTH = 16  # tokens of every prompt: four blocks of one token, whose keys and values are all that token
 MANY = 1000  # prompts that fit into PLENTY, for what is evicted is no whole file either
 

@@ -38,9 +38,6 @@ def generated(runner: SingleRunner, prompt: Sequence[int], count: int) -> list[i
     return tokens
 
 
-# ------------------------------------------------------------------------------------------------------------- chunks
-
-
 def chunks(length: int, size: int) -> list[tuple[int, int]]:
     """Start and end of each call that feeds a prompt."""
     found: list[tuple[int, int]] = []
@@ -104,9 +101,6 @@ def test_evaluation_logits_are_those_of_the_steps(opened):
     stepped = [runner.step(token, position)[0, 0].copy() for position, token in enumerate(ids)]
     assert np.array_equal(every[Phase.DECODE], np.array(stepped))
     assert {logits.shape for logits in every.values()} == {(40, manifest.geometry.vocab_size)}
-
-
-# -------------------------------------------------------------------------------------------------------------- cache
 
 
 def test_what_an_earlier_request_left_in_the_cache_is_never_read(tiny_bundle):

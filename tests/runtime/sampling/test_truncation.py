@@ -216,9 +216,6 @@ def test_top_n_sigma_is_of_the_whole_population():
     assert truncate(top_n_sigma, logits, 2.0).tolist() == [True, True]
 
 
-# ------------------------------------------------------------------------------------------------------------------ xtc
-
-
 def transcription(logits: np.ndarray, threshold: float, protected: Collection[int]) -> np.ndarray:
     """The author's code: sort; each token whose next one reaches the threshold goes, unless one is protected."""
     p = probabilities64(logits)

@@ -137,8 +137,6 @@ def test_messages_are_told_apart_by_their_headers_character_by_character(text, h
     assert hear(text, "harmony", marks=marks) == hear(list(text), "harmony", marks=marks) == heard
 
 
-# ------------------------------------------------------------------------------------------------------------- pieces
-
 MARKS = [
     "```json\n",
     "```",
@@ -227,9 +225,6 @@ def test_a_name_comes_before_its_arguments_and_these_as_they_are_written(hear):
     assert hear('<tool_call>\n{"name": "get_weather", "argu')[2] == []
 
 
-# --------------------------------------------------------------------------------------------------- what is no call
-
-
 @pytest.mark.threat("tool-calls")
 @pytest.mark.parametrize(
     ("form", "text"),
@@ -302,9 +297,6 @@ def test_types_of_schemas_that_branch_without_end_are_found():
     definitions = {**branches, "d90": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}
     assert types_of({"$ref": "#/$defs/d0", "$defs": definitions}) == {"string"}
     assert "object" in types_of({"$ref": "#/$defs/loop", "$defs": definitions})
-
-
-# ---------------------------------------------------------------------------------------------------------- reasoning
 
 
 @pytest.mark.parametrize(

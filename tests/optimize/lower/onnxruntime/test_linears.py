@@ -22,9 +22,6 @@ def operators(lowered) -> dict[str, int]:
     return {op_type: types.count(op_type) for op_type in types}
 
 
-# ------------------------------------------------------------------------------------------------------ lower linears
-
-
 @pytest.mark.parametrize(
     ("form", "head", "operator"),
     [
@@ -88,9 +85,6 @@ def test_graphs_share_the_weights_they_have_in_common(exported, lowering):
     assert (lowered.folder / "weights.bin").stat().st_size == written
 
 
-# ------------------------------------------------------------------------------------------------ defer token scales
-
-
 def scalings(lowered) -> int:
     """Multiplications by token scales right behind an integer product."""
     products = lowered.nodes("MatMulIntegerToFloat")
@@ -109,9 +103,6 @@ def test_defer_token_scales_moves_the_scales_of_the_up_projections_behind_the_do
 def test_defer_token_scales_leaves_a_projection_with_a_bias(exported, lowering):
     """(y * scales + bias) has no factor per token."""
     assert lowering(exported(BIASES).export, PerToken()).apply("defer token scales") == 0
-
-
-# -------------------------------------------------------------------------------------------- lower embedding, clean up
 
 
 @pytest.mark.parametrize(

@@ -212,9 +212,6 @@ def test_a_server_that_keeps_nothing_says_so(tiny_bundle):
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "store"
 
 
-# ------------------------------------------------------------------------------------------------------------ the store
-
-
 def named(name: str, previous: str | None = None, text: str = "") -> tuple[str, Stored]:
     asked, answer = {"id": f"{name}?", "text": f"{name}?"}, {"id": f"{name}!", "text": f"{name}!{text}"}
     return name, make_stored(previous, [asked], {"id": name, "output": [answer]})

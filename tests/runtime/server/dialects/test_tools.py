@@ -54,9 +54,6 @@ def functions(found: Toolbox) -> list[dict[str, Any]]:
     return [each["function"] for each in found.plain() or ()]
 
 
-# --------------------------------------------------------------------------------------------------- what is offered
-
-
 def test_tools_of_a_namespace_are_offered_with_its_name_and_its_purpose_once():
     found = box(AGENTS, namespace("other", function("close")), function("close"))
     assert [each["name"] for each in functions(found)] == ["agents__close", "agents__send", "other__close", "close"]
@@ -193,9 +190,6 @@ def test_the_input_of_a_cut_call_is_what_there_is(arguments, text):
     assert read_input(arguments).rstrip('"') == text
 
 
-# ------------------------------------------------------------------------------------------------- kinds that there are
-
-
 def literal_types(union: Any) -> list[str]:
     """The types of a union of the official package's typed dictionaries."""
     found = []
@@ -238,9 +232,6 @@ def test_items_that_the_service_cannot_read_are_left_out_and_named(able_http):
     assert sorted(answer.headers["x-llmc-ignored"].split(", ")) == [f"input.{kind}" for kind in others]
     plain = able_http.post("/v1/responses", json={**GREEDY, "input": [user], "max_output_tokens": 4})
     assert answer.json()["usage"] == plain.json()["usage"]
-
-
-# -------------------------------------------------------------------------------------------------- calls and results
 
 
 def counted(able_http: httpx.Client, items: list[Any], tools: list[Any]) -> int:
@@ -311,8 +302,6 @@ def test_refusals_of_earlier_answers_are_text(able_http):
         ("refusal", "refusal"), ("output_text", "text"))]  # fmt: skip
     assert counted(able_http, [said[0]], []) == counted(able_http, [said[1]], [])
 
-
-# ---------------------------------------------------------------------------------------------------------------- chats
 
 CUSTOM = {"type": "custom", "custom": {"name": "apply_patch", "description": "Change files."}}
 ADD = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}

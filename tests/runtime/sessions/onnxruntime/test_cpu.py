@@ -126,9 +126,6 @@ def test_products_of_the_largest_integers_are_exact_on_every_cpu():
         assert (opened.run(None, {"x": np.full((rows, 256), 255, np.uint8)})[0] == 127 * 127 * 256).all()
 
 
-# --------------------------------------------------------------------------------------------------------------- rows
-
-
 def test_prompts_in_one_call_equal_prompts_alone(session):
     if not session.packs_rows:
         pytest.skip("this engine takes no rows of different lengths")
@@ -152,14 +149,8 @@ def test_the_tolerance_for_rows_notices_lengths_that_are_mixed_up(opened):
     assert deviation(together(session, mixed_up=True), one_by_one(session)) > ROW_TOLERANCE[manifest.recipe.precision]
 
 
-# ---------------------------------------------------------------------------------------------------- cache contents
-
-
 def contents(session: Session) -> list[np.ndarray]:
     return [read(session.cache, row, 0, len(prompt)) for row, prompt in enumerate(PROMPTS)]
-
-
-# ----------------------------------------------------------------------------------------------------------- bindings
 
 
 def test_nothing_is_bound_again_from_step_to_step(session, binds):
@@ -210,6 +201,3 @@ def test_growth_binds_anew_and_keeps_the_contents(session, binds):
     session.cache.reserve(ROWS, 512)
     assert np.array_equal(decode(session, [7], [37], first_row=1), want)
     assert len(binds) == len(set(binds)) > 4
-
-
-# ---------------------------------------------------------------------------------------------------------- opening

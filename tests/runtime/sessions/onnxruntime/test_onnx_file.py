@@ -12,9 +12,6 @@ from llmc.runtime.sessions.onnxruntime.onnx_file import check_weights
 onnx = pytest.importorskip("onnx")
 
 
-# ------------------------------------------------------------------------------------------------------------- places
-
-
 def named(key: str, value: Callable[[str], str], *, only: str = "") -> Callable[[Any], None]:
     """Change an entry of the first tensor whose name ends with ``only`` and that has such an entry."""
 

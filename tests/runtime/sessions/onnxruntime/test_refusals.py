@@ -14,8 +14,6 @@ from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
 
 PROMPT = np.random.default_rng(0).integers(3, 4096, 37).tolist()
 
-# ----------------------------------------------------------------------------------------------- refusals and the end
-
 
 @pytest.mark.parametrize("version", ["1.22.2", "0.99.0", "1.9.1"])
 def test_an_engine_that_is_too_old_is_refused(monkeypatch, version):

@@ -70,9 +70,6 @@ def test_a_broken_installation_is_told_from_a_missing_one(error, monkeypatch):
         load_library("tensorrt")
 
 
-# ------------------------------------------------------------------------------------------------------- logging
-
-
 def test_warnings_and_errors_are_collected_until_the_block_ends():
     library = RecordedLibrary()
     severity, native = library.ILogger.Severity, logger(library)
@@ -99,9 +96,6 @@ def test_the_real_library_logs_to_us():
         parser = library.OnnxParser(network, logger(library).native)
         assert not parser.parse(b"no graph")
     assert any(message.is_error for message in messages)
-
-
-# ------------------------------------------------------------------------------------------------------- no driver
 
 
 @pytest.mark.parametrize("owner", ["Builder", "Runtime"])

@@ -29,9 +29,6 @@ def refused(setup: Any, error: type[LlmcError], match: str) -> None:
     assert setup.driver.closed
 
 
-# ------------------------------------------------------------------------------------------------------ other machines
-
-
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
@@ -53,9 +50,6 @@ def test_an_engine_is_for_its_version(bundle):
     refused(setup, BundleError, "built by tensorrt .*, here is 10.17.2.10; llmc build --rebuild")
 
 
-# ----------------------------------------------------------------------------------------------------- broken engines
-
-
 @pytest.mark.parametrize("content", [b"", b"garbage"])
 def test_a_damaged_engine_is_refused(bundle, content):
     setup = bundle()
@@ -74,9 +68,6 @@ def test_an_engine_with_half_of_its_cache_in_place_is_refused(bundle, wrong, pla
     assert changed != plan
     (setup.folder / "engine.plan").write_text(changed)
     refused(setup, BundleError, f"present.0.value is updated in place of {place}; llmc build --rebuild")
-
-
-# ------------------------------------------------------------------------------------------------------------- memory
 
 
 def test_too_little_memory_is_refused_before_loading_with_what_would_fit(bundle):
@@ -101,9 +92,6 @@ def test_whichever_allocation_fails_nothing_is_left_behind(bundle, number):
     setup = bundle()
     setup.driver.fail_alloc = number
     refused(setup, ResourceError, "failed")
-
-
-# ------------------------------------------------------------------------------------------------------- while running
 
 
 def test_an_engine_that_fails_is_reported_and_the_session_goes_on(bundle):
