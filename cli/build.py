@@ -74,6 +74,7 @@ REBUILDING = ("source", "output", "rebuild", "force", "as_json", "debug")
 @click.pass_obj
 def build_command(
     command: str,
+    /,
     source: Located,
     output: Path | None,
     draft_head: Located | None,

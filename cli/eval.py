@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 @click.pass_obj
 def eval_command(
     command: str,
+    /,
     bundle: Path,
     text: Path | None,
     reference: Path | None,
