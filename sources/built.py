@@ -1,9 +1,7 @@
 """Build a bundle on first use: a source that is none is built once, into the cache."""
 
 import logging
-import os
 import shlex
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,9 +10,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from llmc.bundle import BUNDLE_MANIFEST, CONFIG_FILE, TOKENIZER_FILE, TOKENIZER_FILES, Geometry, read_export
+from llmc.bundle import BUNDLE_MANIFEST, CONFIG_FILE, TOKENIZER_FILE, TOKENIZER_FILES, Geometry
 from llmc.errors import LlmcError, MissingExtraError, ResourceError, require
-from llmc.export import export, require_packages
+from llmc.export import require_packages
 from llmc.origin import copy_own
 from llmc.publish import recover, work_folder
 from llmc.runtime.bench.phases import Phase, export_plan, refusal
@@ -113,26 +111,23 @@ def open_export(source: Located, request: "BuildRequest", progress: Progress) ->
 
     Raises:
         UsageError: the request does not suit the model.
-        ResourceError: memory does not suffice to export or to build, or the disk for the bundle.
+        ResourceError: memory or disk do not suffice.
     """
-    from llmc.optimize.build import check_memory
-
     if source.kind is Kind.EXPORT:
-        geometry = read_export(source.path).geometry
-        _check_disk(request, geometry, (source.path / TOKENIZER_FILE).stat().st_size, 0)
         yield source.path
         return
+    from llmc.export import export
+    from llmc.optimize.build import check_room
+
     if checked := check_export(source.path, memory=request.memory):
-        geometry, tokenizer, copied = checked
-        check_memory(request.filled(), geometry, tokenizer)
-        _check_disk(request, geometry, tokenizer, copied)
+        check_room(request.filled(), *checked)
     with work_folder(request.output) as folder:
         yield export(source.path, folder / source.path.resolve().name.removesuffix(".gguf"), progress=progress).output
 
 
-def check_export(path: Path, text_only: bool = False, memory: int | None = None) -> tuple[Geometry, int, int] | None:
-    """Refuse to export if memory does not suffice, or a tokenizer that does not work. Return the model's geometry, the
-    bytes of its tokenizer and those that an export copies; None for a broken checkpoint, which the exporter reports."""
+def check_export(path: Path, text_only: bool = False, memory: int | None = None) -> tuple[Geometry, int] | None:
+    """Refuse to export if memory does not suffice, or a tokenizer that does not work. Return the model's geometry and
+    the bytes of its tokenizer; None for a broken checkpoint, which the exporter reports."""
     from llmc.export.sources.checkpoint import read_checkpoint
 
     try:
@@ -145,25 +140,7 @@ def check_export(path: Path, text_only: bool = False, memory: int | None = None)
     plan = export_plan(checkpoint.geometry, tokenizer_bytes)
     if problem := refusal([Phase(plan, plan.verdict(usable_memory(0, memory)))]):
         raise ResourceError(problem, path=path)
-    return checkpoint.geometry, tokenizer_bytes, checkpoint.made_bytes
-
-
-def _check_disk(request: "BuildRequest", geometry: Geometry, tokenizer: int, copied: int) -> None:
-    from llmc.optimize.plan.memory import bundle_bytes
-    from llmc.optimize.recipe import settle
-    from llmc.optimize.targets import capabilities_for
-
-    filled = request.filled()
-    recipe, limits = settle(filled, geometry, capabilities_for(filled.target, filled.gpu_memory))
-    needed = bundle_bytes(geometry, recipe, limits, tokenizer) + tokenizer + copied
-    folder = next(parent for parent in Path(os.path.realpath(request.output)).parents if parent.exists())
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ResourceError(
-            f"the disk has {free / MB:,.0f} MB free, and the bundle takes {needed / MB:,.0f} MB",
-            "free some space, or write it to another disk",
-            path=folder,
-        )
+    return checkpoint.geometry, tokenizer_bytes
 
 
 @contextmanager

@@ -45,8 +45,8 @@ def flip(path: Path) -> None:
         ("a\0b", UsageError, "is not text in UTF-8"),
         ("caf\udce9", UsageError, r"bundle is 'caf\\udce9', which is not text in UTF-8; rename"),
         ("a" * 5000, UsageError, "cannot be looked at .File name too long"),
-        (__file__, UsageError, "has none of llmc.json"),
-        ("/nowhere", UsageError, "does not exist"),
+        (__file__, LlmcError, "has none of llmc.json|no llmc.json here"),
+        ("/nowhere", LlmcError, "does not exist|no llmc.json here"),
     ],
 )
 @pytest.mark.parametrize("call", [load, verify])

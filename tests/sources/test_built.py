@@ -52,7 +52,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         manifest = SimpleNamespace(recipe=SimpleNamespace(precision="int8"))
         return SimpleNamespace(output=request.output, manifest=manifest, size=2_400_000)
 
-    monkeypatch.setattr("llmc.sources.built.export", lambda path, output, progress: SimpleNamespace(output=output))
+    monkeypatch.setattr("llmc.export.export", lambda path, output, progress: SimpleNamespace(output=output))
     monkeypatch.setattr("llmc.optimize.build.build", build)
     return requests
 
@@ -140,6 +140,7 @@ import os, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 import llmc.optimize.build as room
+from llmc import export
 from llmc.publish import stage_folder
 from llmc.sources import built
 
@@ -157,7 +158,7 @@ def build(request, progress):
     return SimpleNamespace(output=request.output, manifest=manifest, size=0)
 
 room.build = build
-built.export = lambda path, output, progress: SimpleNamespace(output=output)
+export.export = lambda path, output, progress: SimpleNamespace(output=output)
 built._require = lambda kind: None
 print(built.find_bundle(sys.argv[1], say=lambda text: print(text, flush=True)))
 """
@@ -204,13 +205,11 @@ def test_a_cache_that_cannot_be_written_is_named_with_the_variable(
     assert refused.value.parameter == "cache" and not builds
 
 
-def test_a_disk_without_room_is_refused_before_the_build(
-    layer_export: Path, builds: list[Any], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_disk_without_room_is_refused_before_the_build(layer_export: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1_000_000))
-    with pytest.raises(ResourceError, match="the disk has 1 MB free, and the bundle takes"):
+    with pytest.raises(ResourceError, match="1 MB of the disk are free, and the bundle takes"):
         find_bundle(layer_export)
-    assert not builds
+    assert list_bundles() == []
 
 
 @pytest.mark.parametrize(
