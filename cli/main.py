@@ -27,6 +27,8 @@ VERBS = {
     "bench": "llmc.cli.bench:bench_command",
     "eval": "llmc.cli.eval:eval_command",
     "inspect": "llmc.cli.inspect:inspect_command",
+    "list": "llmc.cli.shelf:list_command",
+    "rm": "llmc.cli.shelf:rm_command",
     "verify": "llmc.cli.verify:verify_command",
     "doctor": "llmc.cli.doctor:doctor_command",
 }

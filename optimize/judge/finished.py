@@ -71,8 +71,8 @@ def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calib
         if text is not None:
             kept = disk_cache.entry("reference", order.export.source.fingerprint)
             judged = evaluate(model, text, reference=order.source, cache=kept, greedy=False, progress=order.progress)
-            match, tokens = quality.greedy_match, quality.greedy_tokens
-            quality = replace(judged.quality, greedy_match=match, greedy_tokens=tokens)
+            matched, of = quality.greedy_match, quality.greedy_tokens
+            quality = replace(judged.quality, greedy_match=matched, greedy_tokens=of)
             seen = partial(_layer_errors, order, folder, manifest, weights, text.ids)
             check(quality, order.recipe, seen)
             disk_cache.prune("reference", KEPT_BYTES)

@@ -22,7 +22,7 @@ TALK = [
 def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
     fake = FakeModel()
     monkeypatch.setattr("llmc.runtime.load", fake.load)
-    monkeypatch.setattr("llmc.cli.options.refuse_other", lambda path: None)
+    monkeypatch.setattr("llmc.sources.built.find_bundle", lambda name, **_: Path(name))
     return fake
 
 

@@ -25,7 +25,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(SamplingParams)}
 def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
     fake = FakeModel()
     monkeypatch.setattr("llmc.runtime.load", fake.load)
-    monkeypatch.setattr("llmc.cli.options.refuse_other", lambda path: None)
+    monkeypatch.setattr("llmc.sources.built.find_bundle", lambda name, **_: Path(name))
     limits = SimpleNamespace(limits=SimpleNamespace(max_context=128))
     monkeypatch.setattr("llmc.cli.run.read_bundle", lambda bundle: limits)
     return fake

@@ -2,7 +2,7 @@
 
 import pytest
 from doubles.browsing import violations
-from doubles.chat_server import WAIT, ChatServer, ends, says
+from doubles.chat_server import WAIT, ends, says
 from doubles.images import draw, encode
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -18,7 +18,7 @@ DESKTOP = {"viewport": {"width": 1280, "height": 800}, "color_scheme": "light"}
 
 
 @pytest.mark.parametrize("context", [DESKTOP, PHONE], indirect=True, ids=["desktop, light", "phone, dark"])
-def test_axe_finds_nothing(page, server: ChatServer):
+def test_axe_finds_nothing(page, server):
     states = {}
 
     def check(state: str) -> None:
