@@ -215,12 +215,12 @@ def test_a_renamed_repository_is_followed_and_the_new_name_reported(hub):
     assert locate(NAME, offline=True) == located
 
 
-def test_a_snapshot_is_exported_and_its_manifest_records_the_commit(hub, tmp_path, one_layer):
-    from llmc.export import export
+def test_a_snapshot_is_read_as_a_checkpoint_whose_source_is_the_commit(hub, tiny_checkpoint):
+    from llmc.export.sources.checkpoint import read_checkpoint
 
-    put(hub, {path.name: path.read_bytes() for path in one_layer.iterdir()})
-    report = export(locate(NAME).path, tmp_path / "export")
-    assert (report.source.name, report.source.origin.repository, report.source.origin.commit) == ("tiny", NAME, COMMIT)
+    put(hub, {path.name: path.read_bytes() for path in tiny_checkpoint.iterdir()})
+    source = read_checkpoint(locate(NAME).path).source
+    assert (source.name, source.origin.repository, source.origin.commit) == ("tiny", NAME, COMMIT)
 
 
 # ---------------------------------------------------------------------------------------------------------------- GGUF
