@@ -124,6 +124,7 @@ def download(name: str, *, offline: bool | None, progress: Callable[..., None]) 
         )
     from huggingface_hub import constants  # slow to import, and only needed for a name of the hub
 
+    constants.HF_HUB_DISABLE_TELEMETRY = True  # else it asks the hub which agent may run it, and tells torch's version
     cache = Path(constants.HF_HUB_CACHE) / f"models--{wanted.repository.replace('/', '--')}"
     if constants.is_offline_mode() if offline is None else offline:
         return _find_cached(wanted, cache)

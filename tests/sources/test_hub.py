@@ -48,6 +48,8 @@ def cache(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     use(hub, monkeypatch)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", False)
+    monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "harnesses.json"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.setattr(_http, "_HUB_ORIGINS", frozenset())
@@ -133,6 +135,14 @@ def test_a_second_start_asks_only_for_the_commit(hub):
     hub.requests.clear()
     assert locate(NAME) == first
     assert [path.partition("?")[0] for path in hub.paths()] == [f"/api/models/{NAME}/revision/main"]
+
+
+def test_the_client_sends_no_telemetry(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.utils._detect_agent._registry", None)
+    put(hub, CHECKPOINT)
+    locate(NAME)
+    assert not [path for path in hub.paths() if "harness" in path]
+    assert all(request.headers["user-agent"].count("/") == 3 for request in hub.requests)  # its name, hf_hub, python
 
 
 def test_the_texts_of_processors_templates_and_modules_are_fetched(hub):
