@@ -292,7 +292,7 @@ def test_a_type_that_no_file_or_several_have_is_refused_with_those_there_are(hub
     "options, message",
     [
         ({"error": (403, "GatedRepo")}, "is gated: .* accept them at http.*/org/tiny, then log in"),
-        ({"token": "secret"}, "is no path here, and the hub has no such model, or it is private"),
+        ({"token": "secret"}, "is not a path here, and the hub has no such model, or it is private"),
         ({"error": (404, "RevisionNotFound"), "hidden": True}, "has no revision main"),
         (
             {"error": (429, ""), "hidden": True},
@@ -310,7 +310,7 @@ def test_a_refusal_is_one_sentence(hub, options, message):
 
 
 def test_a_missing_model_is_refused(hub):
-    with pytest.raises(HubError, match="org/none is no path here, and the hub has no such model"):
+    with pytest.raises(HubError, match="org/none is not a path here, and the hub has no such model"):
         locate("org/none")
 
 
@@ -380,7 +380,7 @@ def test_a_corrupt_list_is_refused(hub, entry):
         ),
         (
             list_files({f"additional_chat_templates/{number}.jinja": b"" for number in range(2000)}),
-            "has 2004 files to read",
+            "has 2004 files, expected at most 1024",
         ),
     ],
 )
