@@ -19,7 +19,7 @@ from llmc.bundle import BUNDLE_MANIFEST, EXPORT_MANIFEST, STAGE_FOLDER, FileEntr
 from llmc.errors import ResourceError, UsageError
 
 # Suffixes of the files in llmc's folders; other files belong to the user.
-OUR_SUFFIXES = (".json", ".onnx", ".bin", ".plan", ".safetensors", ".gguf", ".jinja")
+OUR_SUFFIXES = (".json", ".onnx", ".bin", ".plan", ".safetensors", ".gguf", ".jinja", ".html")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # Errors of a step if its folder appeared or vanished since the step before.
 OVERTAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)

@@ -62,6 +62,7 @@ REBUILDING = ("source", "output", "rebuild", "force", "as_json", "debug")
 @click.option("--max-kl", type=float, help="Fail if the mean KL divergence from the unquantized model is larger.")
 @click.option("--min-agreement", type=float, help="Fail if it chooses the same token less often, 0 ... 1.")
 @click.option("--max-perplexity-increase", type=float, help="Fail if perplexity grows by more, 0.02 for 2 %.")
+@click.option("--report", is_flag=True, help="Write quality.html into the bundle: KL by phase, layer and position.")
 @click.option("--rebuild", is_flag=True, help="SOURCE is a TensorRT bundle: compile its engine anew for this machine.")
 @click.option("--compute-capabilities", help="TensorRT-RTX: GPUs to build for, as 8.6,8.9.  [default: the library's]")
 @click.option("--deferred", is_flag=True, default=None, help="TensorRT: no engine yet; --rebuild makes it there.")
@@ -70,12 +71,16 @@ REBUILDING = ("source", "output", "rebuild", "force", "as_json", "debug")
 @force_option
 @json_option
 @debug_option
+@click.pass_obj
 def build_command(
+    command: str,
+    /,
     source: Located,
     output: Path | None,
     draft_head: Located | None,
     rebuild: bool,
     force: bool,
+    report: bool,
     as_json: bool,
     **choices: Any,
 ) -> None:
@@ -97,7 +102,7 @@ def build_command(
 
         with cleanly_stopped(), show.progress() as progress:
             folder = source.path
-            report = rebuild_bundle(folder, output or folder, force=force or output is None, progress=progress)
+            built = rebuild_bundle(folder, output or folder, force=force or output is None, progress=progress)
     else:
         if output is None:
             raise click.UsageError("Missing option '-o' / '--output'.")
@@ -107,14 +112,15 @@ def build_command(
         kinds = Kind.EXPORT, Kind.CHECKPOINT, Kind.GGUF, Kind.ADAPTER
         path = take_path(source, *kinds, advice="give what it was built from")
         refuse_to_overwrite(output, force)
+        choices["report"] = command if report else None  # the page names it
         head = draft_head.path if draft_head else None
         request = make_request(path, output=output, force=force, draft_head=head, **choices)
         with cleanly_stopped(), show.progress() as progress, open_export(source, request, progress) as export:
-            report = build(replace(request, source=export), progress)
+            built = build(replace(request, source=export), progress)
     if as_json:
-        show.print_json(report)
+        show.print_json(built)
     else:
-        print_report(report)
+        print_report(built)
 
 
 def print_report(report: BuildReport) -> None:

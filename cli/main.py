@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(1)
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        code = cli.main(arguments, "llmc", standalone_mode=False)
+        code = cli.main(arguments, "llmc", standalone_mode=False, obj=shlex.join(["llmc", *arguments]))
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         code = INTERRUPTED

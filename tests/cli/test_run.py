@@ -225,8 +225,8 @@ def test_stats_go_to_stderr(llmc, model: FakeModel, tmp_path: Path):
     ran = llmc("run", tmp_path, "-p", "Once", "--stats")
     assert ran.out == "ab\n"
     assert ran.err == (
-        "prompt: 7 tokens, first token after 0.500 s (14.0 tok/s); completion: 2 tokens, 250.00 ms each (4.0 tok/s); "
-        "ended by stop; seed 42\n"
+        "9 of 128 tokens, 4.0 tokens/s, first token after 0.50 s; prompt 7 tokens; answer 2 tokens; ended by stop; "
+        "seed 42\n"
     )
 
 
