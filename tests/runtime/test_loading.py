@@ -50,13 +50,13 @@ def flip(path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("call", [load, verify])
-def test_what_is_no_bundle_is_refused_in_a_sentence(call: Any, path: Any, error: type[LlmcError], words: str):
+def test_what_is_no_bundle_is_refused_in_a_sentence(call, path, error, words):
     with pytest.raises(error, match=words):
         call(path)
 
 
 @pytest.mark.threat("bundle-files")
-def test_a_planted_chat_template_is_refused(folder: Path):
+def test_a_planted_chat_template_is_refused(folder):
     secret = folder.parent / "secret"
     secret.write_text("the secret")
     manifest = read_bundle(folder)
@@ -72,7 +72,7 @@ def test_a_planted_chat_template_is_refused(folder: Path):
 
 @pytest.mark.threat("bundle-damage")
 def test_a_flipped_bit_is_found_by_hashing_and_at_the_first_load_but_not_where_nobody_looks(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder, tmp_path, monkeypatch
 ):
     """All of so small a file is hashed at a first load."""
     monkeypatch.setenv("LLMC_CACHE", str(tmp_path / "cache"))
@@ -85,7 +85,7 @@ def test_a_flipped_bit_is_found_by_hashing_and_at_the_first_load_but_not_where_n
 
 
 @pytest.mark.threat("bundle-replaced")
-def test_a_bundle_that_is_replaced_while_it_is_loaded_is_loaded_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_bundle_that_is_replaced_while_it_is_loaded_is_loaded_again(folder, monkeypatch):
     published: list[int] = []
     closed: list[Path] = []
     opened = loading.open_session
@@ -141,7 +141,7 @@ def exchange(place: Path, aside: Path, other: Path) -> None:
 @pytest.mark.threat("bundle-replaced")
 @pytest.mark.parametrize("linked", [False, True], ids=["folder", "link"])
 def test_a_bundle_that_stands_in_another_ones_place_for_a_moment_lends_it_nothing(
-    folder: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linked: bool
+    folder, other, tmp_path, monkeypatch, linked
 ):
     copy, aside = Path(shutil.copytree(other, tmp_path / "copy")), tmp_path / "aside"
     place = tmp_path / "link" if linked else folder
@@ -168,7 +168,7 @@ def test_a_bundle_that_stands_in_another_ones_place_for_a_moment_lends_it_nothin
 
 @pytest.mark.threat("bundle-replaced")
 @pytest.mark.slow
-def test_while_folders_change_places_each_load_is_of_one_of_them(folder: Path, other: Path, tmp_path: Path):
+def test_while_folders_change_places_each_load_is_of_one_of_them(folder, other, tmp_path):
     copy, aside = Path(shutil.copytree(other, tmp_path / "copy")), tmp_path / "aside"
     whole = [parts_of(folder), parts_of(copy)]
     chance, ended = random.Random(0), threading.Event()
@@ -198,7 +198,7 @@ def test_while_folders_change_places_each_load_is_of_one_of_them(folder: Path, o
 
 
 @pytest.mark.threat("bundle-replaced")
-def test_a_chat_template_is_never_that_of_another_bundle(folder: Path):
+def test_a_chat_template_is_never_that_of_another_bundle(folder):
     with load(folder, self_test=False) as loaded:
         write_manifest(replace(read_bundle(folder), notes=("another",)), folder)
         with pytest.raises(BundleError, match="was replaced since it was loaded"):
@@ -207,7 +207,7 @@ def test_a_chat_template_is_never_that_of_another_bundle(folder: Path):
 
 
 @pytest.mark.threat("bundle-replaced")
-def test_a_removed_bundle_goes_on_running(folder: Path):
+def test_a_removed_bundle_goes_on_running(folder):
     with load(folder, self_test=False) as loaded:
         before = loaded.generate([1, 2, 3], max_tokens=4, temperature=0).token_ids
         shutil.rmtree(folder)

@@ -60,7 +60,7 @@ def values(page: Any, table: str) -> list[float]:
     return [float(each.get_attribute("value")) for each in page.locator(f"{table} data").all()]
 
 
-def test_numbers_of_the_page_are_those_of_the_manifest(page, bundle: Path):
+def test_numbers_of_the_page_are_those_of_the_manifest(page, bundle):
     quality = read_bundle(bundle).quality
     paths = [quality.phases["prefill"], quality.phases["decode"]]
     names = ("mean_kl", "p99_kl", "top1_agreement", "perplexity")
@@ -87,14 +87,14 @@ def test_the_page_says_how_it_was_measured(page):
     assert COMMAND in details and "threads" in details and "rtn" in details
 
 
-def test_the_page_is_a_file_of_the_bundle(bundle: Path):
+def test_the_page_is_a_file_of_the_bundle(bundle):
     manifest = read_bundle(bundle)
     assert QUALITY_PAGE in [*verify_files(bundle, manifest)]
     assert list_unlisted_files(bundle, manifest) == ()
     refuse_to_overwrite(bundle, force=True)  # no file of someone else
 
 
-def test_better_recipes_are_planned_up_to_the_one_that_rounds_nothing(bundle: Path, tiny_in):
+def test_better_recipes_are_planned_up_to_the_one_that_rounds_nothing(bundle, tiny_in):
     better = {each.option: each.bytes for each in list_better(bundle, read_bundle(bundle))}
     assert list(better) == ["--recipe int4-quality", "--int8", "--recipe int8-exact", "--fp32"]
     for precision in ("int8", "fp32"):
@@ -102,7 +102,7 @@ def test_better_recipes_are_planned_up_to_the_one_that_rounds_nothing(bundle: Pa
         assert better[f"--{precision}"] == pytest.approx(actual, rel=SIZE_TOLERANCE)
 
 
-def test_hostile_texts_stay_text(browser, bundle: Path, tmp_path: Path):
+def test_hostile_texts_stay_text(browser, bundle, tmp_path):
     manifest: Manifest = read_bundle(bundle)
     manifest = dataclasses.replace(manifest, source=dataclasses.replace(manifest.source, name=HOSTILE))
     losses = (Loss("decode", 0, 3, 0.5, HOSTILE, HOSTILE, "\x1b[2J\n"),)
@@ -119,7 +119,7 @@ def test_hostile_texts_stay_text(browser, bundle: Path, tmp_path: Path):
     page.close()
 
 
-def test_the_policy_lets_nothing_else_run_or_load(browser, bundle: Path, tmp_path: Path):
+def test_the_policy_lets_nothing_else_run_or_load(browser, bundle, tmp_path):
     """A planted script and style do nothing."""
     html = (bundle / QUALITY_PAGE).read_text(encoding="utf-8")
     planted = "<script>document.title = 'taken'</script><style>body { background: red !important }</style></main>"
