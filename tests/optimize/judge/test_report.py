@@ -102,6 +102,7 @@ def test_better_recipes_are_planned_up_to_the_one_that_rounds_nothing(bundle, ti
         assert better[f"--{precision}"] == pytest.approx(actual, rel=SIZE_TOLERANCE)
 
 
+@pytest.mark.threat("page-markup")
 def test_hostile_texts_stay_text(browser, bundle, tmp_path):
     manifest: Manifest = read_bundle(bundle)
     manifest = dataclasses.replace(manifest, source=dataclasses.replace(manifest.source, name=HOSTILE))
