@@ -12,7 +12,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -125,7 +125,8 @@ def decode(kind: Any, data: Any, where: str = "") -> Any:
     are finite, and texts hold no control characters, which a terminal would obey.
 
     Raises:
-        BundleError: a field is missing, unknown, or has a wrong type or value; the message names its path.
+        BundleError: a field without a default is missing, or one is unknown or has a wrong type or value; the message
+            names its path.
     """
     return _decoder(kind)(data, (where,))
 
@@ -158,14 +159,15 @@ def _decoder(kind: Any) -> _Decoder:
 def _object(kind: type) -> _Decoder:
     hints = typing.get_type_hints(kind, include_extras=True)
     readers = {field.name: _decoder(hints[field.name]) for field in fields(kind)}
+    needed = {field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING}
 
     def read(data: Any, location: _Location) -> Any:
         if not isinstance(data, dict):
             raise BundleError(f"{_format_location(location) or kind.__name__} is {data!r:.60}, expected an object")
-        for problem, keys in (("unknown", data.keys() - readers), ("missing", readers.keys() - data)):
+        for problem, keys in (("unknown", data.keys() - readers), ("missing", needed - data.keys())):
             if keys:
                 raise BundleError(f"{problem} field {_format_location((f'.{ascii(min(keys))[1:-1]:.60}', location))}")
-        return kind(**{name: read_field(data[name], (f".{name}", location)) for name, read_field in readers.items()})
+        return kind(**{name: readers[name](value, (f".{name}", location)) for name, value in data.items()})
 
     return read
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmc.cli.keys import Interrupts, interrupts
-from llmc.cli.options import EXISTING_FILE, SectionCommand, bundle_argument, take
+from llmc.cli.options import EXISTING_FILE, SectionCommand, bundle_argument, find_bundle, take
 from llmc.cli.reading import at_terminal, stdin_limit, stdin_lines
 from llmc.cli.sampling import (
     SAMPLING_NAMES,
@@ -99,11 +99,11 @@ def converse(
             talk.keep()
 
 
-def load_chat_model(loading: dict[str, Any], source: str | Path) -> Generator:
+def load_chat_model(loading: dict[str, Any], bundle: Path) -> Generator:
     """Load a model that can chat, with the options ``loading``."""
     from llmc.runtime import Generator, load
 
-    model = load(source, kind=Generator, **loading)
+    model = load(bundle, kind=Generator, **loading)
     try:
         refuse_without_template(model)
     except BaseException:
@@ -136,7 +136,7 @@ class Conversation:
     def __init__(
         self,
         model: Generator,
-        load_model: Callable[[str | Path], Generator],
+        load_model: Callable[[Path], Generator],
         sampling: dict[str, Any],
         stats: bool,
         interactive: bool,
@@ -276,23 +276,24 @@ class Conversation:
     def model(self, name: str) -> None:
         """Go on with another model and the same conversation.
 
-        The old model is closed first, since both together may exceed the memory; it is loaded again if the other one
-        cannot be loaded, or cannot chat.
+        The old model is closed before the other is loaded, since both together may exceed the memory. It is loaded
+        again if the other cannot be loaded, or cannot chat.
         """
-        from llmc.sources import locate
-
         if name:
-            source, before = os.path.expanduser(name), self._model.folder
-            locate(source)  # a wrong name closes nothing
-            self._model.close()
+            offline, before = click.get_current_context().params.get("offline"), self._model.folder
             try:
                 with self._keys.raise_on_interrupt():
-                    self._model = self._load_model(source)
-            except BaseException as error:
-                self._model = self._load_model(before)
-                if self._interactive and isinstance(error, KeyboardInterrupt):
-                    raise CancelledError("loading was stopped") from error
-                raise
+                    bundle = find_bundle(os.path.expanduser(name), offline)  # a wrong name closes nothing
+                    self._model.close()
+                    try:
+                        self._model = self._load_model(bundle)
+                    except BaseException:
+                        self._model = self._load_model(before)
+                        raise
+            except KeyboardInterrupt as error:
+                if not self._interactive:
+                    raise
+                raise CancelledError("loading was stopped") from error
             self._last = None
         click.echo(f"{self._model.manifest.source.name} answers, from {self._model.folder}", err=True)
 

@@ -76,7 +76,9 @@ def _compile(order: Order, folder: Path, context: LoweringContext, name: str, sh
     count = make_counter(order.progress, f"lowering and quantizing {shown}", len(context.geometry.linears))
     tower = name == VISION_FILE
     model = read_graph(order.source, name) if tower else read_graph(order.source)
-    lower(model, f"{order.target.name}-vision" if tower else order.passes, replace(context, linear_done=count))
+    # Gains of a rotated graph's norms are no other graph's.
+    own = replace(context, linear_done=count, gains={})
+    lower(model, f"{order.target.name}-vision" if tower else order.passes, own)
     # Declare the target's opset, so that older engines load the graph; it has no newer operators.
     model.functions.clear()
     model.opset_imports.clear()

@@ -14,7 +14,7 @@ from pathlib import Path
 from llmc.bundle import ADAPTER_FILE, BUNDLE_MANIFEST, CONFIG_FILE, EXPORT_MANIFEST, Origin
 from llmc.errors import UsageError
 from llmc.origin import read_origin
-from llmc.sources.hub import download, is_hub_name
+from llmc.sources.hub import download, parse_name
 
 __all__ = ["KINDS", "Kind", "Located", "Progress", "is_hub_name", "locate", "silent"]
 
@@ -55,11 +55,16 @@ class Located:
     origin: Origin | None = None  # the hub's commit, for a path in the hub's cache
 
 
+def is_hub_name(text: str) -> bool:
+    """True if ``text`` can be the name of a model at the hub; the hub is not asked."""
+    return parse_name(text) is not None
+
+
 def locate(name: str | Path, *, offline: bool | None = None, progress: Progress = silent) -> Located:
     """Find what ``name`` is: a path that exists, or a model of the hub, which is downloaded first.
 
     Args:
-        name: a path, or a name of the hub as :func:`llmc.sources.hub.download` takes it; a path that exists wins.
+        name: a path, or a name of the hub, see :func:`llmc.sources.hub.parse_name`; a path that exists wins.
         offline: True uses no network, only what the hub's cache has; default: ``HF_HUB_OFFLINE``.
         progress: called with each step and the fraction of it that is done.
 
@@ -68,8 +73,9 @@ def locate(name: str | Path, *, offline: bool | None = None, progress: Progress 
         HubError, CheckpointError, ResourceError: the hub does not give the model, see ``download``.
     """
     path = Path(name)
-    if not os.path.exists(path) and is_hub_name(str(name)):
-        path = download(str(name), offline=offline, progress=progress)
+    wanted = None if os.path.exists(path) else parse_name(str(name))
+    if wanted is not None:
+        path = download(wanted, offline=offline, progress=progress)
     origin = read_origin(path)
     if path.suffix == ".gguf" and path.is_file():
         return Located(str(name), path, Kind.GGUF, origin)
@@ -78,5 +84,5 @@ def locate(name: str | Path, *, offline: bool | None = None, progress: Progress 
             return Located(str(name), path, kind, origin)
     if not path.exists():
         raise UsageError("source", f"{path} does not exist")
-    listed = ", ".join(f"{file} (a {kind.value})" for file, kind in KINDS.items())
+    listed = ", ".join(f"{file} ({kind.value})" for file, kind in KINDS.items())
     raise UsageError("source", f"{path} has none of {listed}", "give a folder with one of them, or a .gguf file")

@@ -48,7 +48,7 @@ _MORE_WEIGHTS = re.compile(r"\d+_\w+/model\.safetensors", re.ASCII)  # of senten
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")  # never read, only named in an error
 _KNOWN = (".json", ".jinja", ".safetensors", GGUF, *_PICKLES)
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-_ASIDE = re.compile("mmproj|imatrix", re.IGNORECASE)  # GGUF files that are no models
+_NO_MODEL = re.compile("mmproj|imatrix", re.IGNORECASE)  # GGUF files beside a model's
 # Types of weights in a GGUF file, by preference, where the name gives none: llama.cpp's.
 _USUAL_TYPES = ("Q4_K_M", "Q8_0")
 _SHA256, _SHA1 = 64, 40  # digits
@@ -82,12 +82,11 @@ class Choice:
     entry: str = ""
 
 
-def is_hub_name(text: str) -> bool:
-    """True if ``text`` can be the name of a model at the hub; the hub is not asked."""
-    return _parse(text) is not None
+def parse_name(text: str) -> HubName | None:
+    """Parse ``org/name``, with ``@revision``, and with ``:TYPE`` or ``:FILE`` for a GGUF file; None for other texts.
 
-
-def _parse(text: str) -> HubName | None:
+    ``hf.co/`` or ``https://huggingface.co/`` may precede the name. The hub is not asked.
+    """
     match = _NAME.fullmatch(text)
     if match is None:
         return None
@@ -99,31 +98,27 @@ def _parse(text: str) -> HubName | None:
     return HubName(repository, revision, match["pick"] or match["file"] or "")
 
 
-def download(name: str, *, offline: bool | None, progress: Callable[..., None]) -> Path:
+def download(wanted: HubName, *, offline: bool | None, progress: Callable[..., None]) -> Path:
     """Download a model of the hub, unless the cache has it; return its folder, or its GGUF file.
 
-    ``name`` is ``org/name``, with ``@revision``, and with ``:TYPE`` or ``:FILE`` for a GGUF file (default: Q4_K_M, else
-    Q8_0, else the first). ``hf.co/`` or ``https://huggingface.co/`` may precede it. If the hub does not answer, the
-    copy in the cache is used, with a warning. Each new file is compared with the hub's hash.
+    Without a type or file in the name, safetensors come first, then the GGUF file of Q4_K_M, else of Q8_0, else the
+    first one. If the hub does not answer, the copy in the cache is used, with a warning. A cut connection is resumed;
+    a process that ends keeps its complete files. Each new file is compared with the hub's hash.
 
     Args:
-        name: see above.
+        wanted: the name.
         offline: True uses no network; None: as ``HF_HUB_OFFLINE`` says.
         progress: called with the model, its size and its licence, and the fraction that is done.
 
     Raises:
-        UsageError: no such name can exist, or no file of the repository fits it.
         HubError: the hub does not answer or does not give the model, or ``offline`` and the cache does not have it.
         CheckpointError: the repository has no weights that llmc reads, its list is corrupt, or a file was damaged.
+        UsageError: no GGUF file, or more than one, fits the name.
         ResourceError: the disk has no room.
     """
-    wanted = _parse(name)
-    if wanted is None:
-        raise UsageError(
-            "source", f"{name} is no name of the hub", "write org/name, org/name@revision or org/name:TYPE"
-        )
     from huggingface_hub import constants  # slow to import, and only needed for a name of the hub
 
+    constants.HF_HUB_DISABLE_TELEMETRY = True  # else it asks the hub which agent may run it, and tells torch's version
     cache = Path(constants.HF_HUB_CACHE) / f"models--{wanted.repository.replace('/', '--')}"
     if constants.is_offline_mode() if offline is None else offline:
         return _find_cached(wanted, cache)
@@ -254,7 +249,7 @@ def _stays_inside(name: str) -> bool:
 def _choose(wanted: HubName, names: Collection[str], read_index: Callable[[], Any]) -> Choice:
     """The files of a repository that llmc reads.
     Raises CheckpointError: it has no weights that llmc reads; UsageError: no GGUF file fits the name."""
-    ggufs = sorted(name for name in names if name.endswith(GGUF) and not _ASIDE.search(name))
+    ggufs = sorted(name for name in names if name.endswith(GGUF) and not _NO_MODEL.search(name))
     pick = "" if wanted.pick.lower() == "latest" else wanted.pick
     weights: list[str] = []
     if not pick and CONFIG_FILE in names:
@@ -268,9 +263,7 @@ def _choose(wanted: HubName, names: Collection[str], read_index: Callable[[], An
     else:
         choice = _choose_gguf(wanted, pick, ggufs, names)
     if len(choice.files) > MOST_FILES:
-        raise CheckpointError(
-            f"{wanted.repository} has {len(choice.files)} files to read, expected at most {MOST_FILES}"
-        )
+        raise CheckpointError(f"{wanted.repository} has {len(choice.files)} files, expected at most {MOST_FILES}")
     return choice
 
 
@@ -300,9 +293,7 @@ def _choose_gguf(wanted: HubName, pick: str, ggufs: Sequence[str], names: Collec
     if len(fitting) == 1:
         return _add_parts(fitting[0], names)
     if fitting:
-        raise UsageError(
-            "source", f"{wanted.repository} has several files of {pick}: {listed}", "name the file after ':'"
-        )
+        raise UsageError("source", f"{wanted.repository} has several files of {pick}: {listed}", "name one after ':'")
     if pick and firsts:
         raise UsageError(
             "source", f"{wanted.repository} has no GGUF file of {pick!r}, but {listed}", "name one of them"
@@ -330,9 +321,7 @@ def _add_parts(name: str, names: Collection[str]) -> Choice:
     if part is None:
         return Choice((name,), name)
     if int(part["count"]) > MOST_FILES:
-        raise CheckpointError(
-            f"{format_name(name)} is one of {int(part['count'])} parts, expected at most {MOST_FILES}"
-        )
+        raise CheckpointError(f"{format_name(name)} is one of {part['count']} parts, expected at most {MOST_FILES}")
     parts = tuple(f"{part['stem']}-{number + 1:05d}-of-{part['count']}{GGUF}" for number in range(int(part["count"])))
     if absent := [each for each in parts if each not in names]:
         raise CheckpointError(f"{format_name(absent[0])} is missing, a part of {format_name(name)}; tell its owner")
@@ -409,7 +398,7 @@ def _translate(error: Exception, wanted: HubName, cache: Path) -> LlmcError:
         problem = f"{name} is gated: the hub gives it to accounts that accept its terms"
         return HubError(problem, f"accept them at {constants.ENDPOINT}/{name}, then {login}")
     if isinstance(error, errors.RepositoryNotFoundError):
-        problem = f"{name} is no path here, and the hub has no such model, or it is private"
+        problem = f"{name} is not a path here, and the hub has no such model, or it is private"
         return HubError(problem, f"check the name; for a private model {login}")
     if isinstance(error, errors.RevisionNotFoundError):
         return HubError(f"{name} has no revision {wanted.revision}", "name a branch, a tag or a commit after '@'")

@@ -22,6 +22,7 @@ LEAVES = [
     errors.GrammarError,
     errors.NonFiniteError,
     errors.DraftError,
+    errors.HubError,
     errors.ResourceError,
     errors.GpuError,
     errors.MissingExtraError,

@@ -129,8 +129,7 @@ def _read_gguf(path: Path, named: Sequence[tuple[Path, float]]) -> Checkpoint:
 def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: bool) -> Checkpoint:
     if not folder.is_dir():
         raise CheckpointError(
-            f"{folder} is not a folder; expected a GGUF file or a local Hugging Face checkpoint folder; download one "
-            "with: hf download OWNER/NAME --local-dir FOLDER"
+            f"{folder} is not a folder; expected a GGUF file or a local Hugging Face checkpoint folder"
         )
     if (folder / bundle.EXPORT_MANIFEST).exists():
         raise CheckpointError(f"{folder} is an export already; expected a checkpoint. Go on with: llmc build {folder}")

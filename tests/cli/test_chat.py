@@ -109,8 +109,8 @@ def other(tmp_path: Path) -> Path:
 
 def test_another_model_goes_on_with_the_conversation(talk, model: FakeModel, other: Path):
     ran = talk("Hello", f"/model {other}", "Again", "/stats", "/model", options=("--threads", 3))
-    assert [Path(each["bundle"]).name for each in model.loads] == ["bundle", "other"]
-    assert model.loads[1] == {**model.loads[0], "bundle": str(other)}  # with the same options
+    assert [each["bundle"].name for each in model.loads] == ["bundle", "other"]
+    assert model.loads[1] == {**model.loads[0], "bundle": other}  # with the same options
     assert model.events == ["load", "close", "load", "close"]  # never two at a time
     assert model.asked[1] == [user("Hello"), assistant("ab"), user("Again")]
     assert ran.err.splitlines().count("tiny answers, from tiny") == 2
@@ -125,8 +125,15 @@ def test_a_model_that_cannot_be_loaded_leaves_the_old_one(talk, model: FakeModel
     assert "error: " in ran.err
 
 
-def test_a_wrong_name_of_a_model_closes_nothing(talk, model: FakeModel, tmp_path: Path):
-    ran = talk(f"/model {tmp_path}/nothing", "Hello", terminal=True)
+def test_a_wrong_name_of_a_model_closes_nothing(talk, model: FakeModel, monkeypatch: pytest.MonkeyPatch):
+    def find(name: str, **options: object) -> Path:
+        if name == "nothing":
+            assert options["offline"]  # as the whole conversation
+            raise UsageError("source", "nothing does not exist")
+        return Path(name)
+
+    monkeypatch.setattr("llmc.sources.built.find_bundle", find)
+    ran = talk("/model nothing", "Hello", options=("--offline",), terminal=True)
     assert (model.events, len(model.asked)) == (["load", "close"], 1)
     assert "error: " in ran.err
 

@@ -18,7 +18,7 @@ else:
     import tomli as tomllib
 
 # Part of every base install, and nothing else is: what the runtime on a device needs, and the command line.
-BASE = {"numpy", "tokenizers", "jinja2", "click", "rich", "prompt_toolkit", "tomli"}
+BASE = {"numpy", "tokenizers", "jinja2", "click", "huggingface_hub", "rich", "prompt_toolkit", "tomli"}
 
 
 @pytest.fixture(scope="session")

@@ -48,6 +48,8 @@ def cache(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     use(hub, monkeypatch)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", False)
+    monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "harnesses.json"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.setattr(_http, "_HUB_ORIGINS", frozenset())
@@ -135,6 +137,14 @@ def test_a_second_start_asks_only_for_the_commit(hub):
     assert [path.partition("?")[0] for path in hub.paths()] == [f"/api/models/{NAME}/revision/main"]
 
 
+def test_the_client_sends_no_telemetry(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.utils._detect_agent._registry", None)
+    put(hub, CHECKPOINT)
+    locate(NAME)
+    assert not [path for path in hub.paths() if "harness" in path]
+    assert all(request.headers["user-agent"].count("/") == 3 for request in hub.requests)  # its name, hf_hub, python
+
+
 def test_the_texts_of_processors_templates_and_modules_are_fetched(hub):
     texts = (
         *("chat_template.jinja", "chat_template.json", "additional_chat_templates/rag.jinja", "processor_config.json"),
@@ -215,12 +225,12 @@ def test_a_renamed_repository_is_followed_and_the_new_name_reported(hub):
     assert locate(NAME, offline=True) == located
 
 
-def test_a_snapshot_is_exported_and_its_manifest_records_the_commit(hub, tmp_path, one_layer):
-    from llmc.export import export
+def test_a_snapshot_is_read_as_a_checkpoint_whose_source_is_the_commit(hub, tiny_checkpoint):
+    from llmc.export.sources.checkpoint import read_checkpoint
 
-    put(hub, {path.name: path.read_bytes() for path in one_layer.iterdir()})
-    report = export(locate(NAME).path, tmp_path / "export")
-    assert (report.source.name, report.source.origin.repository, report.source.origin.commit) == ("tiny", NAME, COMMIT)
+    put(hub, {path.name: path.read_bytes() for path in tiny_checkpoint.iterdir()})
+    source = read_checkpoint(locate(NAME).path).source
+    assert (source.name, source.origin.repository, source.origin.commit) == ("tiny", NAME, COMMIT)
 
 
 # ---------------------------------------------------------------------------------------------------------------- GGUF
@@ -282,7 +292,7 @@ def test_a_type_that_no_file_or_several_have_is_refused_with_those_there_are(hub
     "options, message",
     [
         ({"error": (403, "GatedRepo")}, "is gated: .* accept them at http.*/org/tiny, then log in"),
-        ({"token": "secret"}, "is no path here, and the hub has no such model, or it is private"),
+        ({"token": "secret"}, "is not a path here, and the hub has no such model, or it is private"),
         ({"error": (404, "RevisionNotFound"), "hidden": True}, "has no revision main"),
         (
             {"error": (429, ""), "hidden": True},
@@ -300,7 +310,7 @@ def test_a_refusal_is_one_sentence(hub, options, message):
 
 
 def test_a_missing_model_is_refused(hub):
-    with pytest.raises(HubError, match="org/none is no path here, and the hub has no such model"):
+    with pytest.raises(HubError, match="org/none is not a path here, and the hub has no such model"):
         locate("org/none")
 
 
@@ -370,7 +380,7 @@ def test_a_corrupt_list_is_refused(hub, entry):
         ),
         (
             list_files({f"additional_chat_templates/{number}.jinja": b"" for number in range(2000)}),
-            "has 2004 files to read",
+            "has 2004 files, expected at most 1024",
         ),
     ],
 )
