@@ -1,7 +1,4 @@
-"""Checkpoint -> portable graph: a Hugging Face folder or GGUF in, ``decoder.onnx`` with weights by reference out.
-
-A model that sees images has a ``vision.onnx``, too.
-"""
+"""Checkpoint -> portable graph: a Hugging Face folder or GGUF in, ``decoder.onnx`` with weights by reference out."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +33,7 @@ def export(
     files, or with ``copy`` the files themselves.
 
     ``adapters`` are PEFT folders, each with a factor, which are added to the weights in this order. ``text_only``
-    leaves out the tower of a model that sees images. With ``of``, the checkpoint of a model, its draft head is
+    exports only the text part. With ``of``, the checkpoint of a model, its draft head is
     exported: ``checkpoint`` is the head's folder, or the same one. ``progress`` gets each step in a few words. An
     existing ``output`` is replaced only with ``force``.
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Invariance, Manifest
+from llmc.bundle.model.kinds import takes_whole_texts
 from llmc.optimize.lower.context import Mxfp4, quant_configs
 from llmc.runtime.sessions import Batch, Phase, Session
 from llmc.runtime.sessions.adapters import Adapter, AdapterInfo
@@ -40,9 +41,10 @@ def measure_guarantees(session: Session, manifest: Manifest) -> Manifest:
     """The manifest with the measured invariance of each graph; overwrites the session's cache.
 
     A context below :data:`SMALLEST_CONTEXT` gets no guarantee, nor do experts that round by the number of rows; a
-    diffusion model needs none, for its calls are shared at ``fast`` alone.
+    model that takes whole texts needs none, for its calls are shared at ``fast`` alone.
     """
-    if manifest.limits.max_context < SMALLEST_CONTEXT or _has_rounding_experts(manifest) or manifest.geometry.diffusion:
+    small, whole = manifest.limits.max_context < SMALLEST_CONTEXT, takes_whole_texts(manifest.geometry)
+    if small or whole or _has_rounding_experts(manifest):
         return manifest
     probe = _Probe(session, manifest)
     invariances = {phase.value: probe.invariance(phase) for phase in Phase}

@@ -21,6 +21,7 @@ from llmc import __version__
 from llmc.bundle import ExportManifest, read_export
 from llmc.bundle.contract import INPUTS
 from llmc.bundle.model.cache import Cache
+from llmc.bundle.model.kinds import takes_whole_texts
 from llmc.bundle.model.names import EMBEDDING, HEAD, PER_LAYER, POSITIONS
 from llmc.exported import in_parallel, pieces, rows_of, sizes
 from llmc.ggml import LAYOUTS
@@ -60,8 +61,9 @@ class Reference:
 
         One pass over the weights.
         """
-        sees_padding = self.manifest.geometry.diffusion is not None
-        alone = sees_padding or any(len(it) > self.manifest.geometry.long_after > 0 for it in sequences)
+        geometry = self.manifest.geometry
+        long = any(len(it) > geometry.long_after > 0 for it in sequences)
+        alone = takes_whole_texts(geometry) or long  # tokens would see padding, or have the factors of the longest
         groups = [_pad([it]) for it in sequences] if alone else _groups(sequences)
         hidden = self._run_layers(groups, progress)
         rows = [row for group in hidden for row in self.last_norm(group)]

@@ -6,7 +6,7 @@ from enum import Enum
 from pathlib import Path
 
 from llmc.bundle import Invariance, Manifest
-from llmc.bundle.model.kinds import kinds_of
+from llmc.bundle.model.kinds import takes_whole_texts
 from llmc.errors import UsageError
 from llmc.runtime.sampling.ranges import Range, integer, one_of, optional
 from llmc.runtime.tools.formats import FORMATS
@@ -88,7 +88,7 @@ _RANGES = {
 
 def check_level(manifest: Manifest, level: Determinism) -> None:
     """Refuse a level of determinism that the bundle's arithmetic did not keep when it was built."""
-    if level is Determinism.FAST or any(kind.whole_texts for kind in kinds_of(manifest.geometry)):
+    if level is Determinism.FAST or takes_whole_texts(manifest.geometry):
         return
     decode = manifest.graphs["decode"].invariance
     prefill = manifest.graphs["prefill"].invariance

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from llmc.bundle import Geometry
 from llmc.bundle.contract import INPUTS
+from llmc.bundle.model.kinds import takes_whole_texts
 from llmc.errors import BundleError
 from llmc.runtime.kv.cache import KVCache
 from llmc.runtime.sessions.adapters import Adapter
@@ -127,7 +128,7 @@ class Session(ABC):
 
     def __init__(self, geometry: Geometry) -> None:
         self._logits: NDArray[np.float32] = np.empty((0, 0, geometry.vocab_size), np.float32)
-        self.sees_all = geometry.diffusion is not None
+        self.sees_all = takes_whole_texts(geometry)
 
     @abstractmethod
     def run(self, batch: Batch) -> NDArray[np.float32]:

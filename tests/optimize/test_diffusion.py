@@ -10,8 +10,7 @@ from llmc.bundle import Budget, read_bundle
 from llmc.bundle.model.diffusion import Diffusion
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import build
-from llmc.optimize.calibrate.text import hide_half
-from llmc.optimize.judge.golden import find_targets
+from llmc.optimize.calibrate.diffusion import find_targets, hide_half
 from llmc.optimize.judge.layers import layer_errors
 from llmc.optimize.judge.reference import Reference
 from llmc.optimize.recipe import BuildRequest, Request

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import ADAPTERS_FOLDER, HIDDEN, LM_HEAD, LOGIT_ROWS, REPLAY, WEIGHTS_FILE, Manifest, version
+from llmc.bundle import ADAPTERS_FOLDER, LM_HEAD, LOGIT_ROWS, REPLAY, WEIGHTS_FILE, Manifest, version
+from llmc.bundle.model.names import HIDDEN
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
 from llmc.runtime.host.machine import cpu_model, return_freed_memory
 from llmc.runtime.host.read_ahead import read_ahead, read_once
