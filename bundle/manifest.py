@@ -11,7 +11,7 @@ from llmc.bundle.model.cache import Cache
 from llmc.bundle.model.geometry import Geometry
 from llmc.bundle.model.ranges import Index, Positions
 
-SCHEMA_VERSION = 20
+SCHEMA_VERSION = 21
 GRAPH_CONTRACT_VERSION = 6
 EXPORT_MANIFEST = "export.json"
 BUNDLE_MANIFEST = "llmc.json"
@@ -213,6 +213,9 @@ class Target:
     engine: str
     engine_version: str
     engine_minimum: str
+    # True if the weights of integer products are uint8, as a CPU without VNNI multiplies them exactly. It would convert
+    # int8 weights at each load; a CPU with VNNI is fast with int8 alone. Both compute the same integers.
+    unsigned: bool = False
 
 
 @dataclass(frozen=True)

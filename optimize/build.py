@@ -170,7 +170,7 @@ def _manifest(order: Order, graphs: dict[str, Graph], engine: EngineConfig | Non
         source=export.source,
         generation=export.generation,
         notes=(*export.notes, *_notes(order)),
-        target=Target(target.name, target.engine, installed, order.minimum),
+        target=Target(target.name, target.engine, installed, order.minimum, order.unsigned),
         recipe=recipe,
         limits=order.limits,
         memory=memory.add(Part("workspace", given)),

@@ -37,6 +37,7 @@ def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[s
             ragged_rows=order.ragged_rows,
             overwritten=order.overwritten,
             hidden=order.hidden,
+            unsigned=order.unsigned,
         )
         for phase, stored in order.configs.items():
             name = f"{phase if phase in ('prefill', 'decode') else geometry.role}.onnx"

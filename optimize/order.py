@@ -16,6 +16,7 @@ from llmc.optimize.recipe.engine import EngineRequest, check_heads
 from llmc.optimize.targets import Capabilities, capabilities_for
 from llmc.origin import check_unchanged
 from llmc.publish import refuse_bytes
+from llmc.runtime.host.machine import saturates
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
 from llmc.runtime.sessions.tensorrt.library import lists_gpu
 
@@ -71,6 +72,11 @@ class Order:
         if not since or not answers or self.recipe.cache_type() == "int8":
             return False
         return version(import_onnxruntime(self.target.caches[self.recipe.cache]).__version__) >= version(since)
+
+    @property
+    def unsigned(self) -> bool:
+        """True if the weights of integer products become uint8: the CPU here would add signed ones in 16 bits."""
+        return self.target.name == "cpu" and saturates()
 
     @property
     def minimum(self) -> str:

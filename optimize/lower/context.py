@@ -133,6 +133,7 @@ class LoweringContext:
     # whether the residual stream is in another basis, see :mod:`llmc.optimize.lower.onnxruntime.rotation`
     rotated: bool = False
     adapters: bool = False  # whether it is the graph for adapters
+    unsigned: bool = False  # whether the weights of integer products are uint8, see :class:`llmc.bundle.Target`
     hidden: tuple[int, ...] = ()  # borders of the hidden states that the graph gives to a draft head
     # weights of the norms of a rotated stream, by their names, once these are lowered
     gains: dict[str, Float] = field(default_factory=dict)

@@ -97,7 +97,7 @@ class System:
 class Llmc(System):
     """A bundle; ``load`` and ``generate`` as a user calls them, timed by the result's own timings."""
 
-    modules = ("llmc.runtime", "onnxruntime")
+    modules = ("llmc.runtime.loading", "onnxruntime")
 
     def __init__(self, args: argparse.Namespace) -> None:
         from llmc.runtime import load

@@ -213,7 +213,8 @@ def check_load(folder: Path, manifest: Manifest, context: int, memory: int | Non
 
 def opening_bytes(manifest: Manifest) -> int:
     """The peak while graphs are opened, without cache and workspace, where weights become uint8 then; else 0."""
-    if manifest.device is not None or manifest.recipe.activations == "none" or not saturates():
+    converts = manifest.recipe.activations != "none" and not manifest.target.unsigned and saturates()
+    if manifest.device is not None or not converts:
         return 0
     plan = manifest.memory
     held = sum(plan[name].fixed for name in ("engine", "tokenizer", "weights"))

@@ -22,7 +22,7 @@ from llmc.optimize.weights.store import PROMPTS, quantize_matrix
 ACCURACY_INT8 = 4
 # A row of zeros would divide by zero; any smaller activation is below float32's resolution of the next layer anyway.
 SMALLEST_ACTIVATION = 1e-9
-# uint8 activations around this zero point.
+# Zero point of uint8 activations and weights.
 MIDDLE = 128
 
 # 152,000 tokens of 896 values in 8 bits are 136 MB, twice at the peak of a load; a step takes the same time to 1 %.
@@ -74,7 +74,7 @@ def _per_token_linear(
     tokens, token_scales = activations[x]
 
     def make() -> list[NDArray[np.generic]]:
-        """Weights int8 [K, N] and scales [N], for inputs mixed in blocks of ``block``."""
+        """Weights [K, N], int8 or uint8 around 128, and scales [N], for inputs mixed in blocks of ``block``."""
         if keeps:
             quantized = calibrated.quantize_stacked(linear.weights, grid)
         else:
@@ -82,11 +82,13 @@ def _per_token_linear(
             chosen = [part for part in parts if part is not None]
             complete = len(chosen) == len(parts)
             quantized = stack(chosen) if complete else quantize_matrix(read_weights(linear, context, block), grid)
-        return [quantized.values.T, quantized.scales[:, 0]]
+        values = quantized.values.T
+        return [values.view(np.uint8) ^ MIDDLE if context.unsigned else values, quantized.scales[:, 0]]
 
     weight, scales = (initializer(emit.graph, it) for it in context.weights.add([kind, f"{kind}.scales"], make))
     one, zero_point = scalar(emit.graph, 1.0, np.float32), scalar(emit.graph, MIDDLE, np.uint8)
-    product = emit("MatMulIntegerToFloat", tokens, weight, one, scales, zero_point, domain=MICROSOFT)  # (M, N)
+    zero_points = (zero_point, zero_point) if context.unsigned else (zero_point,)
+    product = emit("MatMulIntegerToFloat", tokens, weight, one, scales, *zero_points, domain=MICROSOFT)  # (M, N)
     output = with_bias(emit, emit("Mul", product, token_scales), linear, context)
     end = vector(emit.graph, [-1])
     shape = _once(emit.graph, f"activation.rows.{rows.name}", lambda: emit("Concat", emit("Shape", rows), end, axis=0))

@@ -31,7 +31,8 @@ def plan_graph(base: LoweringContext, stored: QuantConfigs, target: str) -> Iter
     """The tower's graph, if the model has one; ``stored`` is the storage of the decoder."""
     if (vision := base.geometry.vision) is not None:
         geometry = change(base.geometry, layers=vision.layers, linears=vision.linears, caches=(), attentions=())
-        own = LoweringContext("vision", geometry, base.limits, choose_configs(stored), base.weights, Calibrated())
+        stored, weights = choose_configs(stored), base.weights
+        own = LoweringContext("vision", geometry, base.limits, stored, weights, Calibrated(), unsigned=base.unsigned)
         yield GraphPlan("vision", VISION_FILE, "the tower for images", f"{target}-vision", own, VISION_FILE)
 
 

@@ -117,10 +117,18 @@ def test_loading_needs_the_first_step_only_unless_memory_is_promised(
     check_load(tmp_path, big, 8192, memory=run(8192).total)  # what is asked for goes before what is available
 
 
-@pytest.mark.parametrize(("saturates", "missing"), [(True, "10 MB are missing"), (False, None)])
+@pytest.mark.parametrize(
+    ("saturates", "unsigned", "missing"), [(True, False, "10 MB are missing"), (False, False, None), (True, True, None)]
+)
 def test_weights_that_become_uint8_while_they_are_opened_need_their_room(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, manifest: Manifest, saturates: bool, missing: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    manifest: Manifest,
+    saturates: bool,
+    unsigned: bool,
+    missing: str | None,
 ):
+    manifest = replace(manifest, target=replace(manifest.target, unsigned=unsigned))
     graph = replace(manifest.graphs["prefill"], weight_bytes=100 * MB)
     recipe = replace(manifest.recipe, activations="per-token")
     big = replace(manifest, memory=PLAN, limits=LIMITS, recipe=recipe, graphs={**manifest.graphs, "prefill": graph})

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 from doubles.lowerings import varied
@@ -63,6 +64,17 @@ def test_linears_that_read_the_same_activation_quantize_it_once(exported, loweri
     assert operators(lowered)["QuantizeLinear"] == 4 * 2
     gate, up = (lowered.node(f"{LAYER}.mlp.{name}_proj.MatMulIntegerToFloat") for name in ("gate", "up"))
     assert gate.inputs[0] is up.inputs[0]
+
+
+def test_unsigned_weights_compute_the_bits_of_signed_ones(exported, lowering, decoder, ids):
+    """A CPU without VNNI would convert signed weights whenever it opens the graph."""
+    export = exported(UNTIED).export
+    signed, unsigned = lowering(export, PerToken()), lowering(export, PerToken())
+    unsigned.context = replace(unsigned.context, unsigned=True)
+    logits = [decoder(lowered.save(), lowered.geometry)(ids) for lowered in (signed, unsigned)]
+    assert np.array_equal(*logits)
+    kinds = [{node.inputs[1].dtype for node in it.nodes("MatMulIntegerToFloat")} for it in (signed, unsigned)]
+    assert kinds == [{ir.DataType.INT8}, {ir.DataType.UINT8}]
 
 
 def test_a_form_of_other_targets_is_refused_by_name(exported, lowering):
