@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from llmc.errors import UsageError, require
@@ -47,9 +48,11 @@ def export(
     require_packages()
     if of is not None and adapters:
         raise UsageError("adapters", "is given, and a draft head takes none", "leave one of them out")
+    from llmc.export.sources.checkpoint import read_checkpoint
+    from llmc.export.sources.heads import read_head
     from llmc.export.writer import write_export  # it imports torch
 
-    report = write_export(
-        Path(checkpoint), Path(output), adapters, text_only, of, copy, force, progress or (lambda step: None)
-    )
+    folder = Path(checkpoint)
+    read = partial(read_head, folder, of) if of else partial(read_checkpoint, folder, adapters, text_only=text_only)
+    report = write_export(read, Path(output), copy, force, progress or (lambda step: None))
     return replace(report, seconds=time.perf_counter() - start)

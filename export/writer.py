@@ -1,6 +1,6 @@
 """Writes the export folder: graph, hard-linked weights, copies of config and tokenizer, manifest; published whole."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx_ir as ir
@@ -9,9 +9,8 @@ from llmc import __version__, bundle
 from llmc.export.families.diffusion import keep_possible
 from llmc.export.graph import build_graph, check_graph
 from llmc.export.report import ExportReport
-from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
+from llmc.export.sources.checkpoint import Checkpoint
 from llmc.export.sources.codes import flatten_tensors
-from llmc.export.sources.heads import read_head
 from llmc.export.sources.made import write_made
 from llmc.export.sources.safetensors import INDEX_FILE, SINGLE_FILE
 from llmc.export.sources.templates import place_templates
@@ -21,17 +20,10 @@ from llmc.publish import link, stage_folder
 
 
 def write_export(
-    checkpoint: Path,
-    output: Path,
-    adapters: Sequence[tuple[Path, float]],
-    text_only: bool,
-    of: Path | None,
-    copy: bool,
-    force: bool,
-    progress: Callable[[str], None],
+    read: Callable[[], Checkpoint], output: Path, copy: bool, force: bool, progress: Callable[[str], None]
 ) -> ExportReport:
     progress("reading the checkpoint")
-    source = read_head(checkpoint, of) if of else read_checkpoint(checkpoint, adapters, text_only=text_only)
+    source = read()
     geometry = source.geometry
     with stage_folder(output, force=force) as staging:
         progress("linking weights and tokenizer")

@@ -85,7 +85,7 @@ def build(request: BuildRequest, progress: Progress = silent) -> BuildReport:
     try_tokenizer(request.source)
     order = order.with_engine()
     # Refuse unsupported requests before hours of calibration.
-    check_patterns(order.recipe, [it.name for it in (*geometry.mixtures, *geometry.every_linear)])
+    check_patterns(order.recipe, [*(it.name for it in geometry.mixtures), *(it.name for it in geometry.every_linear)])
     if order.target.name == "cpu" or (order.target.name == "cuda" and order.recipe.compute != "float32"):
         check_head_sizes(geometry)
     boxes = request.stages

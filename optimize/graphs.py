@@ -10,8 +10,9 @@ from llmc.bundle import LM_HEAD, LOGIT_ROWS, REPLAY, Graph
 from llmc.bundle.model.names import HEAD
 from llmc.errors import BuildError
 from llmc.optimize.lower.context import Float32, GraphPlan, LoweringContext, QuantConfigs, shares_head
-from llmc.optimize.lower.onnxruntime import adapters, vision
+from llmc.optimize.lower.onnxruntime.adapters import plan_opened
 from llmc.optimize.lower.onnxruntime.recurrent import extract_replay
+from llmc.optimize.lower.onnxruntime.vision import plan_tower
 from llmc.optimize.lower.rewrite import read_graph, write_part
 from llmc.optimize.order import Order
 from llmc.optimize.passes import lower
@@ -50,8 +51,8 @@ def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[s
         if shares_head(order.recipe, geometry):
             graphs |= cut_head(folder, graphs, geometry.hidden_size)
         for plan in (
-            *adapters.plan_graph(context, order.recipe, order.passes),
-            *vision.plan_graph(context, next(iter(order.configs.values())), order.target.name),
+            *plan_opened(context, order.recipe, order.passes),
+            *plan_tower(context, next(iter(order.configs.values())), order.target.name),
         ):
             graphs[plan.name] = _compile(order, folder, plan)
     return graphs

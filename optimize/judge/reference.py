@@ -70,12 +70,12 @@ class Reference:
         return [row[: len(sequence)] for row, sequence in zip(rows, sequences, strict=True)]
 
     def results(self, sequences: Sequence[Sequence[int]], progress: Progress = silent) -> list[Float]:
-        """The vector or the score that an encoder makes of each sequence: float32 [width] each."""
+        """The vector or the score of each sequence: float32 [width] each."""
         geometry = self.manifest.geometry
-        assert geometry.encoder is not None
         hidden = self._run_layers([np.array([sequence], np.int64) for sequence in sequences], progress)
         ends = [{f"hidden.{geometry.layers}": rows, **self._feed(rows)} for rows in hidden]
-        return [self._run(known, geometry.encoder.result).reshape(-1) for known in ends]
+        (result,) = geometry.results
+        return [self._run(known, result).reshape(-1) for known in ends]
 
     def _run_layers(self, groups: Sequence[Ids], progress: Progress) -> list[Float]:
         """Hidden states [B, S, H] of each group of tokens [B, S] after the last layer."""

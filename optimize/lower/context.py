@@ -132,7 +132,7 @@ class LoweringContext:
     overwritten: int = 0
     # whether the residual stream is in another basis, see :mod:`llmc.optimize.lower.onnxruntime.rotation`
     rotated: bool = False
-    adapters: bool = False  # whether it is the graph for adapters
+    opened: bool = False  # whether calls bring factors that change its linears
     unsigned: bool = False  # whether the weights of integer products are uint8, see :class:`llmc.bundle.Target`
     hidden: tuple[int, ...] = ()  # borders of the hidden states that the graph gives to a draft head
     # weights of the norms of a rotated stream, by their names, once these are lowered
@@ -141,7 +141,7 @@ class LoweringContext:
     @property
     def takes_prompts(self) -> bool:
         """True if calls may have many tokens."""
-        return self.phase != "decode" or self.adapters
+        return self.phase != "decode" or self.opened
 
     @property
     def table_rows(self) -> int:
@@ -203,13 +203,6 @@ def choose_table_config(stored: QuantConfigs, geometry: Geometry, table: Linear)
     if table.codes is not None and not tied:
         return OwnCodes()
     return WeightOnly(Grid(8, head.grid.block)) if isinstance(head, WeightOnly) and not tied else head
-
-
-def without_rotation(recipe: Recipe) -> Recipe:
-    """The recipe of the graph for adapters, whose factors are in the basis of the checkpoint. Without rotation, nearest
-    rounding needs smaller blocks, and activations stay floats."""
-    block = min(recipe.block_size, HEAD_BLOCK) if recipe.rotates("decode") else recipe.block_size
-    return replace(recipe, block_size=block, rotated=(), activations="none")
 
 
 def quant_configs(recipe: Recipe, geometry: Geometry) -> dict[str, QuantConfigs]:

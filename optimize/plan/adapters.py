@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from llmc.bundle import Geometry, Limits, Part, Recipe
-from llmc.optimize.lower.context import without_rotation
+from llmc.optimize.lower.onnxruntime.adapters import without_rotation
 from llmc.optimize.plan.sizes import BLOCK_COPIES, OPENED_GRAPH, weight_bytes
 
 
@@ -16,6 +16,6 @@ def plan_adapters(geometry: Geometry, limits: Limits, recipe: Recipe) -> Iterato
         yield Part("adapters", OPENED_GRAPH + weights + limits.adapters * factors, per_row=factors)
 
 
-def adapter_bytes(geometry: Geometry, limits: Limits, recipe: Recipe) -> int:
+def count_adapter_bytes(geometry: Geometry, limits: Limits, recipe: Recipe) -> int:
     """Bytes that the graph for adapters adds to a bundle on disk."""
     return sum(weight_bytes(geometry, without_rotation(recipe)).values()) if limits.adapters else 0

@@ -14,7 +14,7 @@ from llmc.bundle.model.linear import Linear
 from llmc.bundle.model.names import EMBEDDING, HEAD, PER_LAYER
 from llmc.optimize.judge.evaluate import WINDOW
 from llmc.optimize.lower.context import Mxfp4, QuantConfig, choose_table_config, quant_configs, shares_head
-from llmc.optimize.plan.adapters import adapter_bytes, plan_adapters
+from llmc.optimize.plan.adapters import count_adapter_bytes, plan_adapters
 from llmc.optimize.plan.sizes import (
     BLOCK_COPIES,
     INTERPRETER,
@@ -30,7 +30,7 @@ from llmc.optimize.plan.sizes import (
     table_bytes,
     weight_bytes,
 )
-from llmc.optimize.plan.vision import plan_tower, tower_bytes, tower_reference_bytes
+from llmc.optimize.plan.vision import count_reference_bytes, count_tower_bytes, plan_tower
 from llmc.optimize.recipe import needs_calibration
 from llmc.runtime.bench.phases import TOKENIZER_FACTOR
 from llmc.runtime.kv.budget import MemoryEstimate
@@ -80,7 +80,7 @@ def bundle_bytes(geometry: Geometry, recipe: Recipe, limits: Limits, tokenizer_b
             config = choose_table_config(configs, geometry, table)
             shares = geometry.tied_head and table.name == EMBEDDING
             stored[table.name, config, False] = (offset_bytes if shares else table_bytes)(table, config)
-    beside = tower_bytes(geometry, configs) + adapter_bytes(geometry, limits, recipe)
+    beside = count_tower_bytes(geometry, configs) + count_adapter_bytes(geometry, limits, recipe)
     return sum(stored.values()) + beside + tokenizer_bytes
 
 
@@ -214,7 +214,7 @@ def _estimate_judging(
         **run,
         "engine": run["engine"] + BUILDER,
         "left from quantizing": RETAINED * _largest(geometry),
-        "reference": max(layer, tower_reference_bytes(geometry), LOGITS_HELD * 4 * tokens * geometry.vocab_size),
+        "reference": max(layer, count_reference_bytes(geometry), LOGITS_HELD * 4 * tokens * geometry.vocab_size),
     }
 
 

@@ -32,12 +32,12 @@ def plan_tower(geometry: Geometry, limits: Limits, decoder: QuantConfigs) -> Ite
     yield Part("tower", OPENED_GRAPH + weights + activations + KEPT_BYTES + DECODING_BYTES)
 
 
-def tower_bytes(geometry: Geometry, decoder: QuantConfigs) -> int:
+def count_tower_bytes(geometry: Geometry, decoder: QuantConfigs) -> int:
     """Bytes that the tower adds to a bundle on disk, whose decoder is stored as ``decoder`` says."""
     stored = choose_configs(decoder)
     return sum(file_bytes(it, stored.of(it.name)) for it in geometry.vision.linears) if geometry.vision else 0
 
 
-def tower_reference_bytes(geometry: Geometry) -> int:
+def count_reference_bytes(geometry: Geometry) -> int:
     """Bytes of the unquantized tower while a build compares with it."""
     return sum(map(reference_bytes, geometry.vision.linears)) if geometry.vision else 0

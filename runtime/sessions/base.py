@@ -111,7 +111,7 @@ class Session(ABC):
         changes_kernels: whether calls of several tokens may get other kernels, which round otherwise, while it runs.
         packs_rows: whether rows of a call of prefill may have different numbers of new tokens.
         turns: groups of rows whose steps it computes at the same time, if those are begun ahead of :meth:`run`.
-        exact: whether hidden states keep their bits on the way through a model in stages.
+        exact: whether hidden states keep their bits on the way from box to box.
         sees_all: whether all tokens of a call see one another.
         hidden: float32 [B, S, W] of the last call, if the bundle gives hidden states to a draft head, [B, O, W] where
             layers read caches of others, and [B, O, N] of such a head; the next call may reuse the array.
@@ -135,7 +135,7 @@ class Session(ABC):
         """Logits float32 [B, O, vocab], of a stage before the last hidden states; the next call may reuse the array, so
         copy what must outlive it."""
 
-    def rank(self, batch: Batch) -> NDArray[Any]:
+    def run_ranked(self, batch: Batch) -> NDArray[Any]:
         """:meth:`run` where the most probable tokens may suffice: its logits, or [B, O] of
         :class:`llmc.runtime.sampling.ranked.Ranked`, which the next call makes worthless."""
         return self.run(batch)

@@ -27,7 +27,7 @@ def choose_configs(stored: QuantConfigs) -> QuantConfigs:
     return change(stored, body=WeightOnly(Grid(8, HEAD_BLOCK)) if integers else stored.body, w8a8=None)
 
 
-def plan_graph(base: LoweringContext, stored: QuantConfigs, target: str) -> Iterator[GraphPlan]:
+def plan_tower(base: LoweringContext, stored: QuantConfigs, target: str) -> Iterator[GraphPlan]:
     """The tower's graph, if the model has one; ``stored`` is the storage of the decoder."""
     if (vision := base.geometry.vision) is not None:
         geometry = change(base.geometry, layers=vision.layers, linears=vision.linears, caches=(), attentions=())
