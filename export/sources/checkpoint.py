@@ -28,7 +28,7 @@ from llmc.export.sources.parameters import Tensors, decoder_tensors, explain_sha
 from llmc.export.sources.quantization import read_quantization
 from llmc.export.sources.safetensors import DTYPE_NAMES, FLOATS, StoredTensor, read_shards
 from llmc.export.sources.tokens import cut_tokenizer
-from llmc.export.sources.towers import read_image_steps, rename_tower, tower_tensors
+from llmc.export.sources.towers import read_image_steps, read_tower
 from llmc.ggml import LAYOUTS
 from llmc.origin import find_own_file, fingerprint
 
@@ -168,7 +168,7 @@ def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: b
 
 def _merge(folder: Path, config: DecoderConfig, stored: Tensors, adapters: Sequence[Adapter]) -> Tensors:
     tensors = decoder_tensors(folder, config, merge_adapters(folder, config, stored, adapters))
-    return tensors | tower_tensors(folder, config, merge_adapters(folder, config, stored, adapters, rename_tower))
+    return tensors | read_tower(folder, config, stored, adapters)
 
 
 def _notes(adapters: Sequence[Adapter]) -> list[str]:

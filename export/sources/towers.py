@@ -1,7 +1,7 @@
 """Read the tower of a checkpoint: its tensors, and the steps from an image to what the tower sees."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -13,6 +13,7 @@ from llmc.bundle.model.vision import TOWER
 from llmc.errors import CheckpointError
 from llmc.export.config import DecoderConfig
 from llmc.export.keys import read_object, require_object
+from llmc.export.sources.adapters import Adapter, merge_adapters
 from llmc.export.sources.parameters import Tensors, make_view, plus_one, rename_tensors
 from llmc.export.sources.safetensors import StoredTensor
 from llmc.export.sources.tokens import read_tokens
@@ -42,16 +43,20 @@ def read_image_steps(folder: Path, config: DecoderConfig) -> DecoderConfig:
     return replace(config, vision=vision)
 
 
-def rename_tower(folder: Path, config: DecoderConfig, stored: Mapping[str, T]) -> dict[str, T]:
-    """Tensors of the tower by llmc's own names; empty without a tower."""
+def read_tower(folder: Path, config: DecoderConfig, stored: Tensors, adapters: Sequence[Adapter]) -> Tensors:
+    """Tensors of the tower by parameter name, with ``adapters`` merged; empty without a tower."""
+    return _tower_tensors(folder, config, merge_adapters(folder, config, stored, adapters, _rename))
+
+
+def _rename(folder: Path, config: DecoderConfig, stored: Mapping[str, T]) -> dict[str, T]:
     if config.tower is None:
         return {}
     renamed = rename_tensors(folder, replace(config, renamed=config.tower.renamed, left_out=("head",)), stored)
     return {name: tensor for name, tensor in renamed.items() if name.startswith(f"{TOWER}.")}
 
 
-def tower_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Tensors:
-    """Tensors of the tower by parameter name. A convolution over patches becomes a product with each patch's pixels."""
+def _tower_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Tensors:
+    """A convolution over patches becomes a product with each patch's pixels."""
     tensors = Tensors(renamed)
     name = f"{TOWER}.patch_embedding.weight"
     if isinstance(kernels := tensors.get(name), StoredTensor) and len(kernels.shape) > 2:

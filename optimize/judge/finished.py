@@ -15,6 +15,7 @@ from llmc.bundle.model.kinds import find_evidence
 from llmc.errors import GpuError, MissingExtraError, ResourceError
 from llmc.optimize.calibrate.request import KEPT_BYTES
 from llmc.optimize.graphs import compile_graphs
+from llmc.optimize.judge.adapters import measure_opened
 from llmc.optimize.judge.evaluate import evaluate, read_windows
 from llmc.optimize.judge.gate import check, check_unrounded, list_doubts
 from llmc.optimize.judge.golden import prompt_ids, run_golden_prompts, run_long_prompt, tolerance
@@ -79,6 +80,7 @@ def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calib
         if verified == "device":
             order.progress("comparing calls of different sizes")
             manifest = measure_guarantees(model.runner.session, manifest)
+            manifest = measure_opened(model.runner.session, manifest)
             if order.target.has_gpu:
                 check_rows(model.runner.session, replace(manifest, golden_tolerance=allowed))
         manifest = judge_tower(model, order.source, manifest, order.progress)

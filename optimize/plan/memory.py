@@ -14,7 +14,7 @@ from llmc.bundle.model.linear import Linear
 from llmc.bundle.model.names import EMBEDDING, HEAD, PER_LAYER
 from llmc.optimize.judge.evaluate import WINDOW
 from llmc.optimize.lower.context import Mxfp4, QuantConfig, choose_table_config, quant_configs, shares_head
-from llmc.optimize.plan.adapters import count_adapter_bytes, plan_adapters
+from llmc.optimize.plan.adapters import count_opened_bytes, plan_factors
 from llmc.optimize.plan.sizes import (
     BLOCK_COPIES,
     INTERPRETER,
@@ -80,7 +80,7 @@ def bundle_bytes(geometry: Geometry, recipe: Recipe, limits: Limits, tokenizer_b
             config = choose_table_config(configs, geometry, table)
             shares = geometry.tied_head and table.name == EMBEDDING
             stored[table.name, config, False] = (offset_bytes if shares else table_bytes)(table, config)
-    beside = count_tower_bytes(geometry, configs) + count_adapter_bytes(geometry, limits, recipe)
+    beside = count_tower_bytes(geometry, configs) + count_opened_bytes(geometry, limits, recipe)
     return sum(stored.values()) + beside + tokenizer_bytes
 
 
@@ -124,7 +124,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         Part("workspace", activation_bytes(geometry, chunk, 4), per_length=per_length),
         *_plan_caches(geometry, CACHE_BYTES[recipe.cache_type()], chunk),
         Part("logits", per_row=logits),
-        *plan_adapters(geometry, limits, recipe),
+        *plan_factors(geometry, limits, recipe),
         Part("per-layer table", tables.get(PER_LAYER, 0), beside=True),
         *plan_tower(geometry, limits, first),
     )

@@ -1,8 +1,13 @@
-"""Adapters and determinism."""
+"""Adapters at each level of determinism."""
 
-from llmc.bundle import Manifest
+from llmc.bundle import Graph, Manifest
 from llmc.errors import UsageError
 from llmc.runtime.api.options import Determinism
+
+
+def list_step_graphs(manifest: Manifest) -> list[Graph]:
+    """The graphs that steps of decode run: that of rows with adapters is the last, if there is one."""
+    return [graph for graph in (manifest.graphs["decode"], manifest.adapter_graph) if graph is not None]
 
 
 def check_adapters(manifest: Manifest, level: Determinism) -> None:

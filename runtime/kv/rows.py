@@ -64,9 +64,14 @@ class Slot:
         return end if self.images is None else self.images.fit_end(start, end, len(self.context))
 
     @property
+    def has_own_graph(self) -> bool:
+        """True if its tokens are computed by another graph than those of most rows."""
+        return self.adapter is not None
+
+    @property
     def is_fed_alone(self) -> bool:
         """True if its prompt shares no call: it has images, or an adapter, which take graphs of their own."""
-        return self.images is not None or self.adapter is not None
+        return self.images is not None or self.has_own_graph
 
     @property
     def text_length(self) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 
 from llmc.bundle import Manifest
 from llmc.bundle.contract import BROUGHT, INPUTS
+from llmc.runtime.api.adapters import list_step_graphs
 from llmc.runtime.api.options import Determinism, in_pairs
 from llmc.runtime.kv.rows import Rows, Slot, Window
 from llmc.runtime.observe.metrics import EngineMetrics
@@ -52,7 +53,7 @@ class Policy:
     even: bool = False  # calls of one row have an even number of tokens; the last may be a dummy, written again later
     shares_prefill: bool = False  # prompts that wait together may be fed in one call
     shares_windows: bool = False  # windows of equal length may share a call
-    adapters_apart: bool = False  # rows with adapters, which take another graph, share no call with rows without
+    graphs_apart: bool = False  # rows that take another graph share no call with others
     turns: int = 1  # groups of rows whose steps are begun in turn
 
     @classmethod
@@ -60,9 +61,9 @@ class Policy:
         """The policy of ``level``, for a session of up to ``max_rows`` rows."""
         graphs = manifest.graphs
         if level is Determinism.BATCH:
-            return cls(in_pairs=in_pairs(manifest, level) and max_rows > 1, adapters_apart=True)
+            return cls(in_pairs=in_pairs(manifest, level) and max_rows > 1, graphs_apart=True)
         if level is Determinism.STRICT:
-            steps = [graph.invariance for graph in (graphs["decode"], manifest.adapter_graph) if graph is not None]
+            steps = [graph.invariance for graph in list_step_graphs(manifest)]
             return cls(row_by_row=True, even=any(not it.single or it.rows != 1 or it.tokens == 2 for it in steps))
         split = graphs["prefill"].file != graphs["decode"].file
         graph_from = PREFILL_GRAPH_FROM.get(_find_precision(manifest), NEVER) if split else NEVER
@@ -147,7 +148,7 @@ class ModelRunner:
             return
 
         def kind(sequence: _S) -> tuple[bool, int, bool]:
-            apart = self._policy.adapters_apart and sequence.adapter is not None
+            apart = self._policy.graphs_apart and sequence.has_own_graph
             return bool(sequence.drafts), len(sequence.window.tokens) if sequence.window else 0, apart
 
         for (drafted, tokens, _), neighbours in groupby(sequences, kind):
