@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("bundle", "cli", "export", "optimize", "runtime")
+ROOMS = ("bundle", "cli", "export", "optimize", "runtime", "sources")
 LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
 
 # Module that breaks a contract, the line it gets, the contract that must report it. All are planted at once.
