@@ -5,6 +5,7 @@ tokenizer.json decides. transformers 5 does the same, except for classes that it
 tokens, before a space).
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
@@ -202,6 +203,11 @@ class Tokenizer:
         """Number of characters of ``text`` after normalization."""
         normalizer = self._backend.normalizer
         return len(text) if normalizer is None else len(normalizer.normalize_str(text))
+
+    def rewriters(self) -> list[Any]:
+        """The normalizer and the decoder as tokenizer.json states them; the vocabulary is not parsed again."""
+        parts = (self._backend.normalizer, self._backend.decoder)
+        return [json.loads(part.__getstate__()) for part in parts if part is not None]
 
     def token_to_id(self, token: str) -> int | None:
         """Id of a token by its exact text in tokenizer.json, None if there is none."""

@@ -17,7 +17,7 @@ from llmc.errors import BundleError, RequestError
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.apart import ApartError, call_apart
 from llmc.runtime.text.chat_template import TEMPLATE_FILE, ChatTemplate, has_template
-from llmc.runtime.text.tokenizer import CONFIG_FILE, REMEDY, SPECIAL_TOKENS_FILE, Tokenizer, read_object
+from llmc.runtime.text.tokenizer import CONFIG_FILE, REMEDY, SPECIAL_TOKENS_FILE, Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +87,7 @@ def examine(folder: str) -> None:
     path = Path(folder) / TOKENIZER_FILE
     tokenizer = Tokenizer.from_folder(folder)
     _ = tokenizer.controls
-    content = read_object(path)
-    replaced = " ".join(_texts([content.get("normalizer"), content.get("decoder")]))
-    for sample in (*SAMPLES, replaced):
+    for sample in (*SAMPLES, " ".join(_texts(tokenizer.rewriters()))):
         try:
             _use(tokenizer, sample, path)
         except RequestError as error:
