@@ -17,6 +17,7 @@
     |   |-- GrammarError         its grammar cannot be compiled, or allows no token
     |   |-- NonFiniteError       the model computed NaN or infinite values for it
     |   `-- DraftError           a drafter has another tokenizer or reads other states
+    |-- HubError             the Hugging Face hub does not answer, or does not give the model
     |-- ResourceError        there is not enough memory or disk
     |-- GpuError             GPU, driver or engine library are missing, unsupported or were lost
     `-- MissingExtraError    an optional dependency is not installed
@@ -149,6 +150,10 @@ class NonFiniteError(RequestError):
 
 class DraftError(RequestError):
     """A drafter has another tokenizer than the model, or reads hidden states that the bundle does not output."""
+
+
+class HubError(LlmcError):
+    """The Hugging Face hub does not answer, or does not give the model."""
 
 
 class ResourceError(LlmcError):

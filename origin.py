@@ -2,12 +2,14 @@
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from llmc.bundle import CONFIG_FILE, MADE_FILE, TOKENIZER_FILES, ExportManifest, MergedAdapter
+from llmc.bundle import CONFIG_FILE, MADE_FILE, TOKENIZER_FILES, ExportManifest, MergedAdapter, Origin
+from llmc.bundle.reading import find_homes, find_snapshot
 from llmc.errors import CheckpointError
 from llmc.strict import MOST_JSON, open_regular, parse_json, read_bytes
 
@@ -17,13 +19,14 @@ SAMPLED_BYTES = 4096
 SAMPLED_PARTS = 1024
 # Bytes of a header: the limit of the safetensors library.
 MOST_HEADER = 100_000_000
+COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def find_own_file(folder: Path, name: str) -> Path | None:
     """The regular file ``name`` of a checkpoint or an export, or None if it has none.
 
-    A file elsewhere does not belong to it, and might be a private key: a link is only followed within the folder or, in
-    Hugging Face's cache, where the files of ``models--*/snapshots/*`` link to ``blobs``, within the model's folder.
+    A file elsewhere does not belong to it, and might be a private key: links are only followed within
+    :func:`llmc.bundle.reading.find_homes`.
 
     Raises:
         CheckpointError: a link leads out of the folder or nowhere, or the file is not regular.
@@ -37,7 +40,7 @@ def find_own_file(folder: Path, name: str) -> Path | None:
         raise CheckpointError(f"{path} is a broken link; put the file itself there, or remove the link") from None
     except (OSError, RuntimeError) as error:  # a loop of links raises either
         raise CheckpointError(f"{path} cannot be followed ({error}); put the file itself there") from error
-    if not resolved.is_relative_to(_home(folder.resolve())):
+    if not any(resolved.is_relative_to(home) for home in find_homes(folder.resolve())):
         raise CheckpointError(
             f"{path} is a link to {resolved}, outside its folder, which could expose a private file; if it belongs to "
             "the model, put the file itself there"
@@ -47,11 +50,14 @@ def find_own_file(folder: Path, name: str) -> Path | None:
     return resolved
 
 
-def _home(folder: Path) -> Path:
-    for inner in (folder, *folder.parents):
-        if inner.parent.name == "snapshots" and inner.parent.parent.name.startswith("models--"):
-            return inner.parent.parent
-    return folder
+def read_origin(path: Path) -> Origin | None:
+    """The hub's repository and commit of a folder or GGUF file in Hugging Face's cache, as its path names them."""
+    path = path.parent.resolve() / path.name  # a file is a link to blobs
+    snapshot = find_snapshot(path)
+    if snapshot is None or not COMMIT.fullmatch(snapshot.name):
+        return None
+    repository = snapshot.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return Origin(repository, snapshot.name, "" if path.is_dir() else path.relative_to(snapshot).as_posix())
 
 
 def copy_own(source: Path, names: Iterable[str], target: Path) -> int:

@@ -19,7 +19,7 @@ from llmc.bundle import BUNDLE_MANIFEST, EXPORT_MANIFEST, STAGE_FOLDER, FileEntr
 from llmc.errors import ResourceError, UsageError
 
 # Suffixes of the files in llmc's folders; other files belong to the user.
-OUR_SUFFIXES = (".json", ".onnx", ".bin", ".plan", ".safetensors", ".gguf", ".jinja")
+OUR_SUFFIXES = (".json", ".onnx", ".bin", ".plan", ".safetensors", ".gguf", ".jinja", ".html")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # Errors of a step if its folder appeared or vanished since the step before.
 OVERTAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
@@ -54,7 +54,7 @@ def work_folder(target: Path) -> Iterator[Path]:
         ResourceError: the disk is full.
     """
     target_path = Path(os.path.realpath(target))  # for a link: beside its target
-    _recover(target_path)
+    recover(target_path)
     created = [parent for parent in target_path.parents if not parent.exists()]
     folder, lock = target_path.parent / f".{target_path.name}.{secrets.token_hex(8)}.work", None
     try:
@@ -83,7 +83,7 @@ def stage_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
         ResourceError: the disk is full.
     """
     target_path = Path(os.path.realpath(target))
-    _recover(target_path)
+    recover(target_path)
     refuse_to_overwrite(target, force)
     with work_folder(target) as staging:
         try:
@@ -192,7 +192,7 @@ def lock_file(descriptor: int, *, shared: bool = False) -> bool | None:
         return None
 
 
-def _recover(target_path: Path) -> None:
+def recover(target_path: Path) -> None:
     """Remove leftovers of killed processes beside ``target_path``; put back a folder that one of them had set aside."""
     names = re.compile(re.escape(f".{target_path.name}.") + r"[0-9a-f]{16}\.work")
     with suppress(OSError):  # the parent is missing or cannot be read

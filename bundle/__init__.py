@@ -65,6 +65,7 @@ from llmc.bundle.manifest import Invariance as Invariance
 from llmc.bundle.manifest import Limits as Limits
 from llmc.bundle.manifest import Manifest as Manifest
 from llmc.bundle.manifest import MergedAdapter as MergedAdapter
+from llmc.bundle.manifest import Origin as Origin
 from llmc.bundle.manifest import PhaseQuality as PhaseQuality
 from llmc.bundle.manifest import Quality as Quality
 from llmc.bundle.manifest import Recipe as Recipe
@@ -76,12 +77,9 @@ from llmc.bundle.manifest import write_manifest as write_manifest
 from llmc.bundle.memory import MemoryPlan as MemoryPlan
 from llmc.bundle.memory import Part as Part
 from llmc.bundle.model.geometry import Geometry as Geometry
-from llmc.bundle.reading import explain_absent as explain_absent
 from llmc.bundle.reading import publication as publication
 from llmc.bundle.reading import read_bundle as read_bundle
 from llmc.bundle.reading import read_export as read_export
 from llmc.bundle.reading import read_same as read_same
 from llmc.bundle.reading import read_undisturbed as read_undisturbed
-from llmc.bundle.reading import refuse_bundle as refuse_bundle
-from llmc.bundle.reading import refuse_other as refuse_other
 from llmc.strict import decode as decode

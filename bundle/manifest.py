@@ -136,15 +136,25 @@ class MergedAdapter:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """A model of the Hugging Face hub: repository (``org/name``), id of the commit, and path of a GGUF file."""
+
+    repository: str
+    commit: str
+    file: str = ""
+
+
+@dataclass(frozen=True)
 class Source:
-    """Origin of the weights. ``fingerprint`` covers config.json, every shard's header and size, samples of every
-    tensor's bytes, and adapters."""
+    """The weights that were exported. ``fingerprint`` covers config.json, every shard's header and size, samples of
+    every tensor's bytes, and adapters. ``origin`` is None for weights that did not come from the hub's cache."""
 
     name: str
     fingerprint: str
     dtype: str
     parameters: Annotated[int, range(1 << 50)]
     adapters: Annotated[tuple[MergedAdapter, ...], range(65)] = ()
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True)

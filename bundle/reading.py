@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import shlex
 import stat
 import time
 from collections.abc import Callable
@@ -12,10 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llmc.bundle.manifest import (
-    ADAPTER_FILE,
     BUNDLE_MANIFEST,
     CACHE_BYTES,
-    CONFIG_FILE,
     DECODER_FILE,
     EXPORT_MANIFEST,
     GRAPH_CONTRACT_VERSION,
@@ -53,9 +50,8 @@ def read_bundle(folder: Path, *, engine_matters: bool = True) -> Manifest:
 
 
 def _read_bundle(folder: Path, engine_matters: bool) -> Manifest:
-    refuse_other(folder)
     refuse_to_leave(folder, BUNDLE_MANIFEST)
-    manifest = _read(folder, BUNDLE_MANIFEST, Manifest, build_command("CHECKPOINT"))
+    manifest = _read(folder, BUNDLE_MANIFEST, Manifest, "llmc build SOURCE -o BUNDLE")
     _check_values(folder, manifest)
     for name in (*manifest.files, *manifest.list_files()):
         if name not in manifest.files or name.startswith("/") or ".." in name.split("/"):
@@ -147,57 +143,6 @@ def identify_folder(folder: Path) -> tuple[int, ...] | None:
     return None if published is None else (*published, info.st_dev, info.st_ino, info.st_ctime_ns)
 
 
-def find_unbuilt_kind(folder: Path) -> str | None:
-    """Kind of a folder that a bundle can be built of, ``an export`` or ``a checkpoint``; None for any other folder."""
-    if (folder / BUNDLE_MANIFEST).exists():
-        return None
-    # An export has a config.json, too.
-    kinds = {EXPORT_MANIFEST: "an export", CONFIG_FILE: "a checkpoint", ADAPTER_FILE: "an adapter"}
-    return next((kind for name, kind in kinds.items() if (folder / name).exists()), None)
-
-
-def _find_kind(path: Path) -> str | None:
-    return "a GGUF file" if path.suffix == ".gguf" and path.is_file() else find_unbuilt_kind(path)
-
-
-def refuse_other(folder: Path) -> None:
-    """Refuse a path that is no bundle, and say how to get one.
-    Raises BundleError: nothing is there, or something that bundles are built of."""
-    if not os.path.lexists(folder):
-        problem = f"{folder}: there is no such folder, expected a bundle; build one with: {build_command('CHECKPOINT')}"
-        raise BundleError(explain_absent(folder) or problem)
-    if kind := _find_kind(folder):
-        raise BundleError(f"{folder} is {kind}, expected a bundle; build one with: {build_command(folder)}")
-    if folder.is_file():
-        raise BundleError(f"{folder} is a file, expected a bundle; give the folder that llmc build wrote")
-    if not os.path.lexists(folder / BUNDLE_MANIFEST):
-        raise BundleError(
-            f"{folder}: no {BUNDLE_MANIFEST} here, not written by llmc; make it with: {build_command('CHECKPOINT')}"
-        )
-
-
-def explain_absent(path: Path) -> str | None:
-    """A sentence about a missing path that looks like a model's name at a hub; None for any other path."""
-    named = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", str(path))
-    if not named or os.path.lexists(path.parent):
-        return None
-    return (
-        f"{path}: there is no such folder, and llmc downloads nothing; if this is a model's name at Hugging Face: "
-        f"hf download {path} --local-dir {path.name} and then {build_command(path.name)}"
-    )
-
-
-def refuse_bundle(folder: Path, expected: str) -> None:
-    """Raise a BundleError for a bundle in the place of what bundles are built of."""
-    if (folder / BUNDLE_MANIFEST).exists():
-        raise BundleError(f"{folder} is a bundle, expected {expected}; give what it was built from")
-
-
-def build_command(source: str | Path) -> str:
-    """The command that builds a bundle of an export or a checkpoint."""
-    return f"llmc build {shlex.quote(str(source))} -o BUNDLE"
-
-
 def _check_values(folder: Path, manifest: Manifest) -> None:
     """Refuse numbers that no build writes, before anything is computed from them."""
     g, limits, generation = manifest.geometry, manifest.limits, manifest.generation
@@ -235,11 +180,6 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
 
 def read_export(folder: Path) -> ExportManifest:
     """Read an export's manifest. Raises BundleError: not an export, damaged, or written by a newer llmc."""
-    if not (folder / EXPORT_MANIFEST).exists():
-        refuse_bundle(folder, "an export")
-        if kind := _find_kind(folder):
-            made = f"llmc export {shlex.quote(str(folder))} -o EXPORT"
-            raise BundleError(f"{folder} is {kind}, expected an export; make one with: {made}")
     manifest = _read(folder, EXPORT_MANIFEST, ExportManifest, "llmc export CHECKPOINT -o DIR")
     if not manifest.geometry.is_sound:
         raise BundleError(
@@ -265,10 +205,26 @@ def refuse_to_leave(folder: Path, name: str) -> None:
     if "/" not in name and not os.path.islink(path):
         return
     root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
-    # Hugging Face's cache keeps a repository's files in one folder, and its versions as folders of links to them.
-    blobs = [root.parent.parent / "blobs"] if root.parent.name == "snapshots" else []
-    if not any(target.is_relative_to(place) for place in (root, *blobs)):
+    if not any(target.is_relative_to(home) for home in find_homes(root)):
         raise BundleError(f"{path} is a link that leads out of the bundle; refused: put the file itself there")
+
+
+def find_snapshot(path: Path) -> Path | None:
+    """The folder ``models--ORG--NAME/snapshots/COMMIT`` of Hugging Face's cache that ``path`` is or is in."""
+    for folder in (path, *path.parents):
+        if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
+            return folder
+    return None
+
+
+def find_homes(folder: Path) -> list[Path]:
+    """The folders whose files belong to a folder without links in its path: itself or, for a snapshot in Hugging
+    Face's cache, whose files are links, the model's folder and the store that the cache's models share."""
+    snapshot = find_snapshot(folder)
+    if snapshot is None:
+        return [folder]
+    model = snapshot.parent.parent
+    return [model, *(mark.parent for mark in model.parent.glob("blobs/.huggingface-shared-blobs"))]
 
 
 def _read(folder: Path, name: str, kind: type[T], remedy: str) -> T:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmc.bundle import ADAPTER_FILE, CONFIG_FILE, EXPORT_MANIFEST, STAGE_FOLDER, refuse_bundle
+from llmc.bundle import STAGE_FOLDER
 from llmc.cli import output as show
-from llmc.cli.inspect import adapter_rows, bundle_rows
+from llmc.cli.inspect import bundle_rows, source_rows
 from llmc.cli.options import (
     EXISTING_FILE,
     debug_option,
@@ -24,23 +22,24 @@ from llmc.cli.options import (
     precision_options,
     recipe_option,
     small_option,
-    source_path,
+    source_argument,
     stages_option,
+    take_path,
 )
 from llmc.cli.stopping import cleanly_stopped
 from llmc.errors import require
-from llmc.publish import refuse_to_overwrite, work_folder
+from llmc.publish import refuse_to_overwrite
+from llmc.sources import Kind, Located
 
 if TYPE_CHECKING:
     from llmc.optimize.build import BuildReport
-    from llmc.optimize.recipe import BuildRequest
 
 # Options that --rebuild takes.
 REBUILDING = ("source", "output", "rebuild", "force", "as_json", "debug")
 
 
 @click.command("build", short_help="Build a bundle from an export or a checkpoint, and verify it.")
-@click.argument("source", type=source_path)
+@source_argument("source", also=("draft_head",))
 @click.option("-o", "--output", type=new_path, metavar="PATH", help="Folder to write; --rebuild: by default SOURCE.")
 @click.option("--target", default="cpu", help="What it will run on: cpu, cuda, tensorrt or tensorrt-rtx.")
 @precision_options
@@ -49,9 +48,7 @@ REBUILDING = ("source", "output", "rebuild", "force", "as_json", "debug")
 @click.option("--max-batch", type=int, help="Sequences at a time.  [default: 8]")
 @click.option("--adapters", type=int, help="LoRA adapters that may be loaded beside the model at a time.  [default: 0]")
 @click.option("--rank", type=int, help="Largest rank of theirs.  [default: 16]")
-@click.option(
-    "--head", "draft_head", type=source_path, help="Export of a draft head, which gets the hidden states that it reads."
-)
+@click.option("--head", "draft_head", help="Export of a draft head, which gets the hidden states that it reads.")
 @recipe_option
 @click.option(
     "--calibration",
@@ -65,6 +62,7 @@ REBUILDING = ("source", "output", "rebuild", "force", "as_json", "debug")
 @click.option("--max-kl", type=float, help="Fail if the mean KL divergence from the unquantized model is larger.")
 @click.option("--min-agreement", type=float, help="Fail if it chooses the same token less often, 0 ... 1.")
 @click.option("--max-perplexity-increase", type=float, help="Fail if perplexity grows by more, 0.02 for 2 %.")
+@click.option("--report", is_flag=True, help="Write quality.html into the bundle: KL by phase, layer and position.")
 @click.option("--rebuild", is_flag=True, help="SOURCE is a TensorRT bundle: compile its engine anew for this machine.")
 @click.option("--compute-capabilities", help="TensorRT-RTX: GPUs to build for, as 8.6,8.9.  [default: the library's]")
 @click.option("--deferred", is_flag=True, default=None, help="TensorRT: no engine yet; --rebuild makes it there.")
@@ -73,12 +71,24 @@ REBUILDING = ("source", "output", "rebuild", "force", "as_json", "debug")
 @force_option
 @json_option
 @debug_option
-def build_command(source: Path, output: Path | None, rebuild: bool, force: bool, as_json: bool, **choices: Any) -> None:
-    """Build a bundle from SOURCE, an export, a Hugging Face checkpoint or a GGUF file, and verify it.
+@click.pass_obj
+def build_command(
+    command: str,
+    /,
+    source: Located,
+    output: Path | None,
+    draft_head: Located | None,
+    rebuild: bool,
+    force: bool,
+    report: bool,
+    as_json: bool,
+    **choices: Any,
+) -> None:
+    """Build a bundle from SOURCE and verify it.
 
-    A checkpoint is exported on the way.
+    SOURCE is an export, a checkpoint, a GGUF file or a name at the hub; what is no export is exported on the way.
     """
-    require("onnx_ir", "export" if is_checkpoint(source) else "build")
+    require("onnx_ir", "build" if source.kind in (Kind.BUNDLE, Kind.EXPORT) else "export")
     if rebuild:
         context = click.get_current_context()
         for option in context.command.params:
@@ -91,45 +101,26 @@ def build_command(source: Path, output: Path | None, rebuild: bool, force: bool,
         from llmc.optimize.rebuild import rebuild as rebuild_bundle
 
         with cleanly_stopped(), show.progress() as progress:
-            report = rebuild_bundle(source, output or source, force=force or output is None, progress=progress)
+            folder = source.path
+            built = rebuild_bundle(folder, output or folder, force=force or output is None, progress=progress)
     else:
         if output is None:
             raise click.UsageError("Missing option '-o' / '--output'.")
         from llmc.optimize.build import build
+        from llmc.sources.built import open_export
 
+        kinds = Kind.EXPORT, Kind.CHECKPOINT, Kind.GGUF, Kind.ADAPTER
+        path = take_path(source, *kinds, advice="give what it was built from")
         refuse_to_overwrite(output, force)
-        request = make_request(source, output=output, force=force, **choices)
-        with cleanly_stopped(), show.progress() as progress, open_export(request, progress) as export:
-            report = build(replace(request, source=export), progress)
+        choices["report"] = command if report else None  # the page names it
+        head = draft_head.path if draft_head else None
+        request = make_request(path, output=output, force=force, draft_head=head, **choices)
+        with cleanly_stopped(), show.progress() as progress, open_export(source, request, progress) as export:
+            built = build(replace(request, source=export), progress)
     if as_json:
-        show.print_json(report)
+        show.print_json(built)
     else:
-        print_report(report)
-
-
-def is_checkpoint(source: Path) -> bool:
-    """True of what must be exported first."""
-    named = any((source / name).exists() for name in (CONFIG_FILE, ADAPTER_FILE))
-    return source.is_file() or (named and not (source / EXPORT_MANIFEST).exists())
-
-
-@contextmanager
-def open_export(request: BuildRequest, progress: show.Report) -> Iterator[Path]:
-    """The request's source if it is an export, else an export of it for as long as the block runs, near the output;
-    made only if the request suits the model."""
-    source = request.source
-    if not is_checkpoint(source):
-        refuse_bundle(source, "an export or a checkpoint")
-        yield source
-        return
-    from llmc.cli.plan import check_export
-    from llmc.export import export
-    from llmc.optimize.build import check_memory
-
-    if checked := check_export(source, memory=request.memory):
-        check_memory(request.filled(), *checked)
-    with work_folder(request.output) as folder:
-        yield export(source, folder / source.resolve().name.removesuffix(".gguf"), progress=progress).output
+        print_report(built)
 
 
 def print_report(report: BuildReport) -> None:
@@ -137,7 +128,7 @@ def print_report(report: BuildReport) -> None:
     manifest = report.manifest
     rows = [
         ("model", f"{manifest.source.name}, {show.amount(manifest.source.parameters)} parameters"),
-        *adapter_rows(manifest.source),
+        *source_rows(manifest.source),
         *bundle_rows(manifest),
         *((name, show.size(entry.size)) for name, entry in manifest.files.items()),
         ("total", show.size(report.size)),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ from llmc.cli.sampling import (
     is_one,
     refuse_several,
     refuse_unseen,
+    status,
 )
 from llmc.cli.saved import Message, parse_path, read_messages, write_messages
 from llmc.errors import CancelledError, LlmcError, RequestError, UsageError, format_name
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 COMMANDS = {  # name: (arguments, meaning)
     "/system": ("TEXT", "tell the model this before everything else; without TEXT, nothing"),
     "/image": ("FILE", "put a PNG, JPEG or WebP before the next question"),
+    "/model": ("NAME", "go on with another model; without NAME, say which one answers"),
     "/save": ("FILE", "write the conversation"),
     "/load": ("FILE", "go on with a saved conversation"),
     "/clear": ("", "forget what was said, keep the system text"),
@@ -56,28 +60,29 @@ def chat_command(bundle: Path, system: str | None, saved: Path | None, stats: bo
     waits in the next prompt. Ctrl-C stops an answer; at the prompt, twice, it leaves. Lines on stdin are answered one
     by one. The last questions and the last conversation are kept in ~/.local/state/llmc.
     """
-    from llmc.runtime import Generator, load
-
     sampling = take(options, SAMPLING_NAMES)
     refuse_unseen(sampling)
-    with load(bundle, kind=Generator, **{"draft": "auto", **collect_load_options(options)}) as model:
-        refuse_without_template(model)
-        converse(model, sampling, stats=stats, system=system, saved=saved)
+    loading = {"draft": "auto", **collect_load_options(options)}
+    converse(bundle, loading, sampling, stats=stats, system=system, saved=saved)
 
 
 def converse(
-    model: Generator,
+    bundle: Path,
+    loading: dict[str, Any],
     sampling: dict[str, Any],
     *,
     stats: bool = False,
     system: str | None = None,
     saved: Path | None = None,
 ) -> None:
-    """Talk until the end of input."""
+    """Load ``bundle`` with the options ``loading``, and talk until the end of input."""
     refuse_several(sampling)
-    interactive = at_terminal()
-    with interrupts(interactive) as keys:
-        talk = Conversation(model, sampling, stats, interactive, keys)
+    interactive, load_model = at_terminal(), partial(load_chat_model, loading)
+    model = load_model(bundle)
+    with (
+        interrupts(interactive) as keys,
+        closing(Conversation(model, load_model, sampling, stats, interactive, keys)) as talk,
+    ):
         if saved is not None:
             talk.load(saved)
         if system is not None:
@@ -92,6 +97,19 @@ def converse(
                     break
         finally:
             talk.keep()
+
+
+def load_chat_model(loading: dict[str, Any], source: str | Path) -> Generator:
+    """Load a model that can chat, with the options ``loading``."""
+    from llmc.runtime import Generator, load
+
+    model = load(source, kind=Generator, **loading)
+    try:
+        refuse_without_template(model)
+    except BaseException:
+        model.close()
+        raise
+    return model
 
 
 def refuse_without_template(model: Generator) -> None:
@@ -116,11 +134,19 @@ class Conversation:
     """The messages so far; each line of input answers a question or changes them."""
 
     def __init__(
-        self, model: Generator, sampling: dict[str, Any], stats: bool, interactive: bool, keys: Interrupts
+        self,
+        model: Generator,
+        load_model: Callable[[str | Path], Generator],
+        sampling: dict[str, Any],
+        stats: bool,
+        interactive: bool,
+        keys: Interrupts,
     ) -> None:
+        """``load_model`` loads another model that can chat; the conversation closes each of its models."""
         self.messages: list[Message] = []
         self._images: list[Path] = []  # images for the next question
         self._model = model
+        self._load_model = load_model
         self._sampling = sampling
         self._stats = stats
         self._interactive = interactive
@@ -129,6 +155,7 @@ class Conversation:
         self._commands: dict[str, Callable[[str], None]] = {
             "/system": self.system,
             "/image": self.image,
+            "/model": self.model,
             "/save": lambda file: self.save(parse_path(file, "/save")),
             "/load": lambda file: self.load(parse_path(file, "/load")),
             "/clear": self.clear,
@@ -191,7 +218,7 @@ class Conversation:
         else:
             self._last = handle.result()
             if self._stats:
-                click.echo(describe(self._last), err=True)
+                click.secho(status(self._last, self._model.engine.max_context), err=True, dim=self._interactive)
         self.messages.append({"role": "assistant", "content": "".join(parts)})
 
     def _full(self) -> str | None:
@@ -246,6 +273,32 @@ class Conversation:
         self._images.append(path)
         click.echo(f"{size[0]} x {size[1]} pixels go with the next question", err=True)
 
+    def model(self, name: str) -> None:
+        """Go on with another model and the same conversation.
+
+        The old model is closed first, since both together may exceed the memory; it is loaded again if the other one
+        cannot be loaded, or cannot chat.
+        """
+        from llmc.sources import locate
+
+        if name:
+            source, before = os.path.expanduser(name), self._model.folder
+            locate(source)  # a wrong name closes nothing
+            self._model.close()
+            try:
+                with self._keys.raise_on_interrupt():
+                    self._model = self._load_model(source)
+            except BaseException as error:
+                self._model = self._load_model(before)
+                if self._interactive and isinstance(error, KeyboardInterrupt):
+                    raise CancelledError("loading was stopped") from error
+                raise
+            self._last = None
+        click.echo(f"{self._model.manifest.source.name} answers, from {self._model.folder}", err=True)
+
+    def close(self) -> None:
+        self._model.close()
+
     def save(self, path: Path) -> None:
         write_messages(path, self._model.manifest.source.name, self.messages)
         click.echo(f"{len(self.messages)} messages saved in {path}", err=True)
@@ -282,9 +335,7 @@ class Conversation:
         if self._last is None:
             click.echo("no answer yet", err=True)
             return
-        click.echo(describe(self._last), err=True)
-        used, room = self._last.usage.total_tokens, self._model.engine.max_context
-        click.echo(f"context: {used} of {room} tokens; messages: {len(self.messages)}", err=True)
+        click.echo(f"{describe(self._last, self._model.engine.max_context)}; {len(self.messages)} messages", err=True)
         counted = self._model.engine.metrics.snapshot()
         cached = f"{counted.prefix_hit_tokens} of {counted.prompt_tokens} tokens of prompts were cached"
         click.echo(f"all answers: {counted.output_tokens} tokens; {cached}", err=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from llmc.cli import output as show
-from llmc.cli.options import bundle_path, debug_option, json_option
+from llmc.cli.options import debug_option, find_bundle, json_option, source_argument
 
 if TYPE_CHECKING:
     from llmc.runtime.diagnose.doctor import Diagnosis
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command("doctor", short_help="Say what this machine has, and what each target would do here.")
-@click.argument("bundle", type=bundle_path, required=False)
+@source_argument("bundle", find_bundle, required=False)
 @json_option
 @debug_option
 def doctor_command(bundle: Path | None, as_json: bool) -> None:

@@ -16,14 +16,17 @@ from llmc.cli.options import (
     debug_option,
     emulate_option,
     json_option,
+    new_path,
     threads_option,
     verify_option,
 )
 from llmc.errors import UsageError, require
+from llmc.publish import replace_file
 
 if TYPE_CHECKING:
     from llmc.bundle import Quality
     from llmc.optimize.judge.layers import LayerError
+    from llmc.optimize.judge.report import Better
 
 
 @click.command("eval", short_help="Judge BUNDLE on a text, through prefill and through decode.")
@@ -33,18 +36,25 @@ if TYPE_CHECKING:
 @click.option("--window", type=int, help="Tokens per window; each starts from an empty cache.  [default: 256]")
 @click.option("--max-windows", type=int, help="Windows at most, evenly spread over the text.  [default: 6]")
 @click.option("--layers", is_flag=True, help="Measure the error of each layer on its own, too.")
+@click.option(
+    "--report", type=new_path, metavar="FILE.html", help="Write a page with KL by phase, layer and position, too."
+)
 @threads_option
 @verify_option
 @emulate_option
 @json_option
 @debug_option
+@click.pass_obj
 def eval_command(
+    command: str,
+    /,
     bundle: Path,
     text: Path | None,
     reference: Path | None,
     window: int | None,
     max_windows: int | None,
     layers: bool,
+    report: Path | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -54,36 +64,66 @@ def eval_command(
     reference: KL(reference || bundle), how often both choose the same token, and how long greedy answers agree.
     """
     require("onnx_ir", "build")
-    if layers:
+    if report is not None:
+        refuse_report(report, bundle)
+    if layers or report is not None:
+        name = "layers" if layers else "report"
         if reference is None:
-            raise click.UsageError("--layers compares with the unquantized model: give --reference EXPORT")
+            raise click.UsageError(f"--{name} compares with the unquantized model: give --reference EXPORT")
         compute = read_bundle(bundle).recipe.compute
         if compute != "float32":
             raise UsageError(
-                "layers",
+                name,
                 f"compares in float32, and {bundle} computes in {compute}",
-                "leave it out, or build with a budget (--max-kl), which says which layers lose the most",
+                "leave it out, or build with --report, which writes the page into the bundle",
             )
     from llmc.optimize.judge.evaluate import MAX_WINDOWS, evaluate, read_windows
-    from llmc.optimize.judge.layers import WINDOWS, layer_errors
+    from llmc.optimize.judge.layers import KL_TOKENS, WINDOWS, layer_errors
     from llmc.optimize.judge.reference import Reference
+    from llmc.optimize.judge.report import list_better, render
     from llmc.runtime import Generator, load
 
     with show.progress() as progress:
         with load(bundle, kind=Generator, **options) as model:
             windows = read_windows(text, model, window, MAX_WINDOWS if max_windows is None else max_windows)
-            quality = evaluate(model, windows, reference=reference, progress=progress)
+            judged = evaluate(model, windows, reference=reference, progress=progress)
             manifest = model.manifest
         errors: tuple[LayerError, ...] = ()
-        if layers and reference is not None:
-            errors = layer_errors(bundle, manifest, Reference(reference), windows.ids[:WINDOWS], progress)
+        better: tuple[Better, ...] = ()
+        if reference is not None and (layers or report is not None):
+            ids = windows.ids[:WINDOWS] if report is None else windows.ids[:WINDOWS, :KL_TOKENS]
+            errors = layer_errors(bundle, manifest, Reference(reference), ids, progress, kl=report is not None)
     if text is None:
         click.echo("no --text was given: this is llmc's own text, not yours", err=True)
+    if report is not None:
+        better = list_better(bundle, manifest)
+        write_page(report, render(manifest, judged, errors, better, command))
     if as_json:
         # The worse path's figures are at the top, each path's below ``phases``.
-        show.print_json({"bundle": bundle, **show.as_dict(quality), "layers": errors})
+        figures = {**show.as_dict(judged.quality), "losses": judged.losses, "layers": errors, "better": better}
+        show.print_json({"bundle": bundle, **figures})
     else:
-        print_report(bundle, quality, errors)
+        print_report(bundle, judged.quality, errors)
+
+
+def refuse_report(path: Path, bundle: Path) -> None:
+    """Refuse a file for the page before minutes of measuring: a bundle's files are fixed by its manifest."""
+    if path.suffix != ".html" or path.is_dir() or not path.parent.is_dir():
+        raise UsageError("report", f"is {path}, expected a file in an existing folder that ends with .html")
+    if bundle.resolve() in path.resolve().parents:
+        raise UsageError(
+            "report",
+            f"is {path}, which is inside the bundle, whose files do not change any more",
+            "name a file elsewhere; llmc build --report writes a page into its bundle",
+        )
+
+
+def write_page(path: Path, page: str) -> None:
+    try:
+        with replace_file(path, f".{path.name}-") as file:
+            file.write(page.encode())
+    except OSError as error:
+        raise UsageError("report", f"is {path}, which cannot be written ({error.strerror})", "name another") from error
 
 
 def print_report(bundle: Path, quality: Quality, errors: tuple[LayerError, ...]) -> None:

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llmc.bundle import CONFIG_FILE, refuse_bundle
 from llmc.cli import output as show
-from llmc.cli.inspect import adapter_rows
-from llmc.cli.options import debug_option, force_option, json_option, output_option, source_path
+from llmc.cli.inspect import source_rows
+from llmc.cli.options import debug_option, force_option, json_option, output_option, source_argument, take_path
 from llmc.cli.stopping import cleanly_stopped
 from llmc.errors import printable
+from llmc.sources import Kind, Located
 
 if TYPE_CHECKING:
     from llmc.export import ExportReport
 
 
 @click.command("export", short_help="Export CHECKPOINT, a folder or a GGUF file, as portable ONNX.")
-@click.argument("checkpoint", type=source_path)
+@source_argument("checkpoint", also=("of",))
 @click.option(
     "--adapter",
     "adapters",
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 @click.option("--text-only", is_flag=True, help="Leave the part that sees images out.")
 @click.option(
     "--of",
-    type=source_path,
     metavar="MODEL",
     help="Export the draft head of CHECKPOINT, an EAGLE-3 folder, a Gemma 4 assistant or MODEL itself (Qwen3.5), for "
     "the checkpoint MODEL.",
@@ -41,33 +40,32 @@ if TYPE_CHECKING:
 @json_option
 @debug_option
 def export_command(
-    checkpoint: Path,
+    checkpoint: Located,
     output: Path,
     force: bool,
     as_json: bool,
     adapters: tuple[str, ...],
     text_only: bool,
-    of: Path | None,
+    of: Located | None,
     copy: bool,
 ) -> None:
-    """Export CHECKPOINT, a local Hugging Face folder or a GGUF file, as a portable ONNX decoder.
+    """Export CHECKPOINT, a Hugging Face folder, a GGUF file or a name at the hub, as a portable ONNX decoder.
 
     The weights stay where they are on disk: the output folder holds links to the checkpoint's files, or copies of
     them on another file system. Of a model in several GGUF files give the first.
     """
-    from llmc.cli.plan import check_export
     from llmc.export import export
+    from llmc.sources.built import check_export
 
-    if not (checkpoint / CONFIG_FILE).exists():
-        refuse_bundle(checkpoint, "a checkpoint")
-    check_export(of or checkpoint, text_only)  # a head is smaller than its model
+    path = take_path(checkpoint, Kind.CHECKPOINT, Kind.GGUF, Kind.ADAPTER, advice="give what it was made from")
+    check_export(of.path if of else path, text_only)  # a head is smaller than its model
     with cleanly_stopped(), show.progress() as progress:
         report = export(
-            checkpoint,
+            path,
             output,
             adapters=[split_adapter(adapter) for adapter in adapters],
             text_only=text_only,
-            of=of,
+            of=of.path if of else None,
             copy=copy,
             force=force,
             progress=progress,
@@ -93,7 +91,7 @@ def print_report(report: ExportReport) -> None:
     show.print_rows(
         [
             ("model", f"{source.name} ({geometry.model_type}, {geometry.layers} layers)"),
-            *adapter_rows(source),
+            *source_rows(source),
             ("weights", show.weights_of(source, geometry)),
             *((name, show.size(count)) for name, count in report.files.items()),
             ("new on disk", show.size(report.new_bytes)),

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from llmc.cli import output as show
-from llmc.cli.options import debug_option, json_option, source_path
+from llmc.cli.options import debug_option, json_option, source_argument
 
 if TYPE_CHECKING:
     from llmc.bundle import EngineConfig, Geometry, Manifest, Source, Target
     from llmc.bundle.model.encoder import Encoder
     from llmc.cli.summary import Memory, StageSummary, Summary
+    from llmc.sources import Located
 
 
 NO_VERSION = "none"  # version of a library that has not built the engine yet
@@ -34,11 +34,12 @@ ATTENTION = {
 
 
 @click.command("inspect", short_help="Show what PATH holds, and the memory that it takes to run.")
-@click.argument("path", type=source_path)
+@source_argument("path")
 @json_option
 @debug_option
-def inspect_command(path: Path, as_json: bool) -> None:
-    """Show what PATH holds, a checkpoint, an export or a bundle, and the memory that it takes to run."""
+def inspect_command(path: Located, as_json: bool) -> None:
+    """Show what PATH holds, a bundle, an export, a checkpoint, a GGUF file or a name at the hub, and the memory that it
+    takes to run."""
     from llmc.cli.summary import summarize
 
     summary = summarize(path)
@@ -54,7 +55,7 @@ def print_summary(summary: Summary) -> None:
     rows = [
         (summary.kind, str(summary.path)),
         ("model", f"{source.name}, {show.weights_of(source, summary.geometry, summary.bundle is not None)}"),
-        *adapter_rows(source),
+        *source_rows(source),
         *geometry_rows(summary.geometry),
         *(bundle_rows(summary.bundle) if summary.bundle else []),
         ("weights", ", ".join(f"{show.size(count)} {dtype}" for dtype, count in summary.weights.items())),
@@ -68,8 +69,13 @@ def print_summary(summary: Summary) -> None:
     show.print_rows(rows)
 
 
-def adapter_rows(source: Source) -> list[tuple[str, str]]:
-    return [("adapter", f"{adapter.name}, {adapter.scale:g} times") for adapter in source.adapters]
+def source_rows(source: Source) -> list[tuple[str, str]]:
+    """The hub's commit that the weights are from, and the adapters in them."""
+    rows = [("adapter", f"{adapter.name}, {adapter.scale:g} times") for adapter in source.adapters]
+    if source.origin is None:
+        return rows
+    name = f"{source.origin.repository}@{source.origin.commit}"
+    return [("hub", f"{name}:{source.origin.file}".rstrip(":")), *rows]
 
 
 def disk_row(parts: Mapping[str, int]) -> str:

@@ -35,6 +35,15 @@ class Interrupts:
             raise KeyboardInterrupt
 
     @contextmanager
+    def raise_on_interrupt(self) -> Iterator[None]:
+        """Let Ctrl-C raise KeyboardInterrupt during the block, as outside a conversation."""
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    @contextmanager
     def cancel_on_interrupt(self, handle: Handle) -> Iterator[None]:
         """Let Ctrl-C cancel ``handle``, also if it was pressed while the request was being made."""
         self.handle = handle

@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ VERBS = {
     "bench": "llmc.cli.bench:bench_command",
     "eval": "llmc.cli.eval:eval_command",
     "inspect": "llmc.cli.inspect:inspect_command",
+    "list": "llmc.cli.shelf:list_command",
+    "rm": "llmc.cli.shelf:rm_command",
     "verify": "llmc.cli.verify:verify_command",
     "doctor": "llmc.cli.doctor:doctor_command",
 }
@@ -90,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(1)
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        code = cli.main(arguments, "llmc", standalone_mode=False)
+        code = cli.main(arguments, "llmc", standalone_mode=False, obj=shlex.join(["llmc", *arguments]))
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         code = INTERRUPTED

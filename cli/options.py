@@ -1,16 +1,17 @@
 """Arguments and options that several verbs share."""
 
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from llmc.bundle import explain_absent, refuse_other
-from llmc.errors import BundleError, UsageError
+from llmc.cli import output as show
+from llmc.cli.stopping import cleanly_stopped
+from llmc.errors import UsageError
+from llmc.sources import Kind, Located, locate
 
 if TYPE_CHECKING:
     from llmc.optimize.recipe import BuildRequest
@@ -31,26 +32,35 @@ def new_path(text: str) -> Path:
     return Path(text)
 
 
-def bundle_path(text: str) -> Path:
-    """The path of a bundle; any other path is wrong usage."""
-    try:
-        refuse_other(Path(text))
-    except BundleError as error:
-        error.exit_code = 2
-        raise
-    return Path(text)
+def find_source(name: str, offline: bool | None) -> Located:
+    """:func:`llmc.sources.locate` with progress on a terminal."""
+    with cleanly_stopped(), show.progress() as progress:
+        return locate(name, offline=offline, progress=progress)
 
 
-def source_path(text: str) -> Path:
-    """The path of a checkpoint, an export, a bundle or a GGUF file; any other path is wrong usage."""
-    from llmc.cli.summary import kind_of
+def find_bundle(name: str, offline: bool | None) -> Path:
+    """:func:`llmc.sources.built.find_bundle` with progress on a terminal, and its sentences on stderr."""
+    from llmc.sources.built import find_bundle as find
 
-    if problem := explain_absent(Path(text)):
-        raise click.BadParameter(problem)
-    if not os.path.exists(text):
-        raise click.BadParameter(f"Path {text!r} does not exist.")
-    kind_of(Path(text))
-    return Path(text)
+    with cleanly_stopped(), show.progress() as progress:
+        return find(name, offline=offline, progress=progress, say=partial(click.echo, err=True))
+
+
+KINDS = {
+    Kind.BUNDLE: "a bundle",
+    Kind.EXPORT: "an export",
+    Kind.CHECKPOINT: "a checkpoint",
+    Kind.GGUF: "a GGUF file",
+    Kind.ADAPTER: "an adapter",
+}
+
+
+def take_path(source: Located, *kinds: Kind, advice: str) -> Path:
+    """The path of a source of one of ``kinds``; refuse any other."""
+    if source.kind not in kinds:
+        expected = " or ".join(KINDS[kind] for kind in kinds if kind is not Kind.ADAPTER)
+        raise UsageError("source", f"{source.name} is {KINDS[source.kind]}, expected {expected}", advice)
+    return source.path
 
 
 def size(text: str) -> int:
@@ -103,7 +113,33 @@ verify_option = click.option(
     default=None,
     help="Hash every file first.  [default: 64 MiB of each, the first time on this machine]",
 )
-bundle_argument = click.argument("bundle", type=bundle_path)
+offline_option = click.option(
+    "--offline", is_flag=True, default=None, help="Use no network, only what the hub's cache holds."
+)
+
+
+def source_argument(
+    name: str, find: Callable[[str, bool | None], Any] = find_source, *, also: Sequence[str] = (), required: bool = True
+) -> Callable[[Command], Command]:
+    """An argument that takes any source, and ``--offline``. The verb gets what ``find`` makes of its text, and of the
+    options ``also``; that happens after the whole line is parsed, for it may take minutes."""
+
+    def add(command: Any) -> Any:
+        @wraps(command)
+        def with_sources(*, offline: bool | None, **given: Any) -> Any:
+            for key in (name, *also):
+                if given[key] == "":  # it would mean the current folder
+                    raise UsageError(key, "is empty", "name a source")
+                if given[key] is not None:
+                    given[key] = find(given[key], offline)
+            return command(**given)
+
+        return click.argument(name, required=required)(offline_option(with_sources))
+
+    return add
+
+
+bundle_argument = source_argument("bundle", find_bundle)
 
 
 class SectionOption(click.Option):

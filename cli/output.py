@@ -106,7 +106,7 @@ def weights_of(source: Source, geometry: Geometry, built: bool = False) -> str:
 
 @contextmanager
 def progress() -> Iterator[Report]:
-    """Show steps and their progress on stderr, if it is a terminal.
+    """Show steps and their progress on stderr, if it is a terminal, from the first step on.
 
     The callback takes the step's name and, if known, the fraction that is done.
     """
@@ -117,13 +117,17 @@ def progress() -> Iterator[Report]:
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("starting", total=None)
+    bars = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bars.add_task("starting", total=None)
 
-        def report(step: str, fraction: float | None = None) -> None:
-            bars.update(task, description=step, total=None if fraction is None else 1.0, completed=fraction or 0.0)
+    def report(step: str, fraction: float | None = None) -> None:
+        bars.start()
+        bars.update(task, description=step, total=None if fraction is None else 1.0, completed=fraction or 0.0)
 
+    try:
         yield report
+    finally:
+        bars.stop()
 
 
 def recipe(recipe: Recipe) -> str:

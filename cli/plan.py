@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmc.bundle import CONFIG_FILE, TOKENIZER_FILE, TOKENIZER_FILES, read_bundle, read_export
+from llmc.bundle import read_bundle, read_export
 from llmc.cli import output as show
 from llmc.cli.options import (
     SectionCommand,
@@ -23,15 +22,14 @@ from llmc.cli.options import (
     recipe_option,
     size,
     small_option,
-    source_path,
+    source_argument,
     stages_option,
 )
-from llmc.errors import LlmcError, MissingExtraError, ResourceError, UsageError
-from llmc.origin import copy_own
+from llmc.errors import MissingExtraError, ResourceError, UsageError
+from llmc.sources import Kind, Located
 
 if TYPE_CHECKING:
     from llmc.bundle import Geometry
-    from llmc.export.sources.checkpoint import Checkpoint
     from llmc.runtime.bench.phases import Ahead, Phase
 
 NO_GPU = "GPU: none can be asked here; say with --gpu-memory what the one has that it is for"
@@ -39,7 +37,7 @@ UNKNOWN = "not known whether it fits"
 
 
 @click.command("plan", short_help="Say what memory each phase from PATH to tokens takes.", cls=SectionCommand)
-@click.argument("path", type=source_path)
+@source_argument("path")
 @click.option("--max-context", type=click.IntRange(min=1), help="Tokens in the cache.  [default: the most possible]")
 @click.option("--max-batch", type=click.IntRange(min=1), default=1, help="Sequences at a time.")
 @click.option("--target", default="cpu", help="Plan a build for cpu, cuda, tensorrt or tensorrt-rtx.")
@@ -57,8 +55,8 @@ UNKNOWN = "not known whether it fits"
 )
 @json_option
 @debug_option
-def plan_command(path: Path, as_json: bool, **asked: Any) -> None:
-    """Say what memory each phase from PATH, a checkpoint, an export or a bundle, to tokens takes at its peak.
+def plan_command(path: Located, as_json: bool, **asked: Any) -> None:
+    """Say what memory each phase from PATH to tokens takes at its peak.
 
     Exits with 1 if a phase does not fit into what is available, or into --memory and --gpu-memory. Peaks are resident
     memory. Beside them stand the bytes that PATH takes on disk.
@@ -67,13 +65,13 @@ def plan_command(path: Path, as_json: bool, **asked: Any) -> None:
     from llmc.cli.summary import summarize
     from llmc.runtime.bench.phases import refusal
 
-    with _source(path) as (folder, geometry, copied):
+    with _open_tokenizer(path) as (folder, geometry, copied):
         ahead = _ahead(folder, geometry, copied, **asked)
     summary = summarize(path)
     on_disk, elsewhere = summary.disk, [stage for stage in summary.stages if stage.memory is None]
     if as_json:
         machine = ahead.memories.machine
-        report: dict[str, object] = {"path": path, "available": machine.bytes, "source": machine.source}
+        report: dict[str, object] = {"path": path.path, "available": machine.bytes, "source": machine.source}
         report |= {"gpu": ahead.memories.gpu, "unified_memory": ahead.memories.unified} if ahead.on_gpu else {}
         report |= {"elsewhere": elsewhere} if elsewhere else {}
         show.print_json({**report, "disk": on_disk, "phases": [numbers(phase) for phase in ahead.phases]})
@@ -88,7 +86,7 @@ def plan_command(path: Path, as_json: bool, **asked: Any) -> None:
         for stage in elsewhere:
             click.echo(f"elsewhere: stage {stage.number}, layers {stage.first} to {stage.last}")
     if problem := refusal(ahead.phases):
-        raise ResourceError(problem, path=path)
+        raise ResourceError(problem, path=path.path)
 
 
 def _ahead(
@@ -135,55 +133,18 @@ def _ahead(
 
 
 @contextmanager
-def _source(path: Path) -> Iterator[tuple[Path, Geometry | None, int]]:
-    """The folder of an export's or a checkpoint's tokenizer, its geometry (None for a bundle), and the bytes of weights
-    that an export would copy."""
-    from llmc.cli.summary import kind_of
-
-    kind = kind_of(path)
-    if kind == "checkpoint":
-        from llmc.export.sources.checkpoint import read_checkpoint
-
-        checkpoint = read_checkpoint(path)
-        with _tokenizer_folder(checkpoint) as folder:
-            yield folder, checkpoint.geometry, checkpoint.made_bytes
-    else:
-        yield path, read_export(path).geometry if kind == "export" else None, 0
-
-
-@contextmanager
-def _tokenizer_folder(checkpoint: Checkpoint) -> Iterator[Path]:
-    """Its own folder, or for as long as the block runs one with the files that an export would write."""
-    if not checkpoint.texts:
-        yield checkpoint.folder
+def _open_tokenizer(source: Located) -> Iterator[tuple[Path, Geometry | None, int]]:
+    """The folder of a source's tokenizer, its geometry (None for a bundle), and the bytes of weights that an export
+    would copy."""
+    if source.kind in (Kind.BUNDLE, Kind.EXPORT):
+        yield source.path, read_export(source.path).geometry if source.kind is Kind.EXPORT else None, 0
         return
-    with TemporaryDirectory() as name:
-        if CONFIG_FILE not in checkpoint.texts:
-            copy_own(checkpoint.folder, set(TOKENIZER_FILES) - checkpoint.texts.keys(), Path(name))
-        for file, text in checkpoint.texts.items():
-            (Path(name) / file).write_text(text, encoding="utf-8")
-        yield Path(name)
-
-
-def check_export(checkpoint: Path, text_only: bool = False, memory: int | None = None) -> tuple[Geometry, int] | None:
-    """Refuse to export if memory does not suffice, or a tokenizer that does not work. Return the model's geometry and
-    the bytes of its tokenizer; None for a broken checkpoint, which the exporter reports."""
     from llmc.export.sources.checkpoint import read_checkpoint
-    from llmc.runtime.bench.phases import Phase, export_plan, refusal
-    from llmc.runtime.kv.budget import usable_memory
-    from llmc.runtime.text.trial import try_tokenizer
+    from llmc.sources.built import open_tokenizer
 
-    try:
-        source = read_checkpoint(checkpoint, text_only=text_only)
-    except LlmcError:
-        return None
-    with _tokenizer_folder(source) as folder:
-        try_tokenizer(folder)
-        tokenizer_bytes = (folder / TOKENIZER_FILE).stat().st_size
-    plan = export_plan(source.geometry, tokenizer_bytes)
-    if problem := refusal([Phase(plan, plan.verdict(usable_memory(0, memory)))]):
-        raise ResourceError(problem, path=checkpoint)
-    return source.geometry, tokenizer_bytes
+    checkpoint = read_checkpoint(source.path)
+    with open_tokenizer(checkpoint) as folder:
+        yield folder, checkpoint.geometry, checkpoint.made_bytes
 
 
 def numbers(phase: Phase) -> dict[str, object]:

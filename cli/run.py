@@ -11,7 +11,7 @@ import click
 
 from llmc.bundle import read_bundle
 from llmc.cli import output as show
-from llmc.cli.chat import converse, refuse_without_template, with_images
+from llmc.cli.chat import converse, load_chat_model, with_images
 from llmc.cli.options import EXISTING_FILE, SectionCommand, bundle_argument, emulate_option, take
 from llmc.cli.reading import at_terminal, read_stdin, stdin_limit
 from llmc.cli.sampling import SAMPLING_NAMES, answering_options, collect_load_options, describe, is_one, refuse_unseen
@@ -64,19 +64,18 @@ def run_command(
             "is for one answer, and --chat without a prompt is a conversation",
             "give a prompt with -p",
         )
-    text = "" if talk else read_prompt(prompt, bundle)
-    with load(bundle, kind=Generator, **{"draft": "auto", **collect_load_options(options)}) as model:
-        if chat:
-            refuse_without_template(model)
-        if talk:
-            converse(model, sampling, stats=stats)
-            return
+    loading = {"draft": "auto", **collect_load_options(options)}
+    if talk:
+        converse(bundle, loading, sampling, stats=stats)
+        return
+    text = read_prompt(prompt, bundle)
+    with load_chat_model(loading, bundle) if chat else load(bundle, kind=Generator, **loading) as model:
         messages = [{"role": "user", "content": with_images(text, images)}]
         ask = partial(model.stream_chat, messages) if chat else partial(model.stream, text)
         stream = ask(adapter=adapter, **sampling)
         write(stream, as_json, is_one(sampling))
         if stats:
-            click.echo(describe(stream.result()), err=True)
+            click.echo(describe(stream.result(), model.engine.max_context), err=True)
 
 
 def read_prompt(prompt: str | None, bundle: Path) -> str:

@@ -185,7 +185,7 @@ def _help(name: str, meaning: str, values: Range) -> str:
 
 answering_options = add_options(
     [
-        click.option("--stats", is_flag=True, help="Print counts, times and the seed on stderr at the end."),
+        click.option("--stats", is_flag=True, help="Print context used, speed and the seed on stderr at the end."),
         threads_option,
         memory_option,
         click.option(
@@ -229,22 +229,25 @@ def is_one(sampling: dict[str, Any]) -> bool:
     return all(sampling.get(name, 1) <= 1 for name in ("n", "best_of", "num_return_sequences"))
 
 
-def describe(result: GenerationResult) -> str:
-    """Counts, speeds and the finish reason, in one line."""
-    usage, timings, metrics = result.usage, result.timings, result.metrics
-    cached = f" ({usage.cached_tokens} from the prefix cache)" if usage.cached_tokens else ""
-    cut = f" ({usage.truncated_tokens} left out)" if usage.truncated_tokens else ""
-    drafted = f"; {metrics.accepted} of {metrics.drafted} drafts accepted" if metrics.drafted else ""
-    seed = "" if result.seed is None else f"; seed {result.seed}"
-    ended = f"ended by {result.finish_reason}{seed}"
-    if calls := metrics.calls:  # a diffusion model: tokens come by blocks, so times between them mean nothing
-        new, seconds = usage.completion_tokens, timings.ttft_s + timings.decode_s - timings.queue_s
-        return (
-            f"prompt: {usage.prompt_tokens} tokens{cut}; completion: {new} tokens in {seconds:.3f} s "
-            f"({new / seconds:.1f} tok/s, prompt included) and {calls} calls ({new / calls:.1f} tokens each); {ended}"
-        )
-    return (
-        f"prompt: {usage.prompt_tokens} tokens{cached}{cut}, first token after {timings.ttft_s:.3f} s "
-        f"({timings.prefill_tokens_per_s:.1f} tok/s); completion: {usage.completion_tokens} tokens, "
-        f"{timings.tpot_s * 1000:.2f} ms each ({timings.decode_tokens_per_s:.1f} tok/s){drafted}; {ended}"
-    )
+def status(result: GenerationResult, room: int) -> str:
+    """The tokens of the context that are used, of ``room``, and speeds, in a short line."""
+    usage, timings = result.usage, result.timings
+    used = f"{usage.total_tokens:,} of {room:,} tokens"
+    if result.metrics.calls:  # a diffusion model: tokens come by blocks, so times between them mean nothing
+        seconds = timings.ttft_s + timings.decode_s - timings.queue_s
+        return f"{used}, {usage.completion_tokens / seconds:.1f} tokens/s with the prompt"
+    speed = f"{timings.decode_tokens_per_s:.1f} tokens/s, " if timings.decode_tokens else ""
+    return f"{used}, {speed}first token after {timings.ttft_s:.2f} s"
+
+
+def describe(result: GenerationResult, room: int) -> str:
+    """:func:`status`, counts, the finish reason and the seed, in one line."""
+    usage, metrics = result.usage, result.metrics
+    cached = f", {usage.cached_tokens} cached" if usage.cached_tokens else ""
+    cut = f", {usage.truncated_tokens} left out" if usage.truncated_tokens else ""
+    parts = [status(result, room), f"prompt {usage.prompt_tokens:,} tokens{cached}{cut}"]
+    parts.append(f"answer {usage.completion_tokens:,} tokens" + (f" in {metrics.calls} calls" if metrics.calls else ""))
+    if metrics.drafted:
+        parts.append(f"{metrics.accepted} of {metrics.drafted} drafts accepted")
+    parts.append(f"ended by {result.finish_reason}")
+    return "; ".join(parts if result.seed is None else [*parts, f"seed {result.seed}"])

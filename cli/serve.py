@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from llmc.cli.options import EXISTING_FILE, SectionCommand, SectionOption, add_options, bundle_path, debug_option, size
+from llmc.cli.options import (
+    EXISTING_FILE,
+    SectionCommand,
+    SectionOption,
+    add_options,
+    debug_option,
+    find_bundle,
+    offline_option,
+    size,
+)
 from llmc.errors import UsageError, require
 from llmc.runtime.server.config import Setting, read_config, settings
+from llmc.sources import is_hub_name
 
 
 def amount(text: str) -> int:
@@ -49,17 +60,15 @@ def _show_default(setting: Setting) -> str:
 
 
 def name_models(bundles: tuple[str, ...]) -> dict[str, Path] | None:
-    """Models by name: ``NAME=FOLDER``, or a folder, whose name is used."""
+    """Models by name: ``NAME=SOURCE``, or a source; the name of a folder or file is used, or all of a hub's name."""
     models: dict[str, Path] = {}
     for argument in bundles:
         name, sign, folder = argument.partition("=")
         if not (folder if sign else argument):
-            raise UsageError(
-                "bundles",
-                f"has {argument!r}, which names no folder, expected one that llmc build wrote, or NAME=FOLDER",
-            )
-        path = bundle_path(folder if sign else argument)
-        name = name if sign else path.resolve().name
+            raise UsageError("bundles", f"has {argument!r}, which names no model, expected a source, or NAME=SOURCE")
+        path = Path(folder if sign else argument)
+        if not sign and (path.exists() or not is_hub_name(argument)):
+            name = path.resolve().name.removesuffix(".gguf")
         if name in models:
             raise UsageError("bundles", f"has the name {name!r} twice", f"name them, as NAME={path}")
         models[name] = path
@@ -72,19 +81,23 @@ setting_options = add_options([_option(setting) for setting in settings() if set
 
 @click.command("serve", short_help="Serve BUNDLEs over HTTP, with a page for chats.", cls=SectionCommand)
 @click.argument("bundles", nargs=-1, metavar="[NAME=]BUNDLE...")
+@offline_option
 @click.option("--config", type=EXISTING_FILE, help="TOML file of settings; flags go before it.")
 @debug_option
 @setting_options
-def serve_command(bundles: tuple[str, ...], config: Path | None, **flags: Any) -> None:
+def serve_command(bundles: tuple[str, ...], offline: bool | None, config: Path | None, **flags: Any) -> None:
     """Serve BUNDLEs over HTTP: to the clients of OpenAI (/v1) and Anthropic, and, with a page for chats, to a browser.
 
-    A BUNDLE is a folder that llmc build wrote. The first one is loaded at once and answers requests that name no model,
-    the others are loaded when they are asked for. Without settings only this machine can reach the service, at
-    http://127.0.0.1:8000. Every setting is a flag here, and a key of the --config file, with _ for -.
+    A BUNDLE is a folder that llmc build wrote, or any source that llmc run takes, which is built once. The first one is
+    loaded at once and answers requests that name no model, the others are loaded when they are asked for. Without
+    settings only this machine can reach the service, at http://127.0.0.1:8000. Every setting is a flag here, and a key
+    of the --config file, with _ for -.
     """
     settings = {name: value for name, value in flags.items() if value not in (None, ())}
     chosen = read_config(config, {**settings, "models": name_models(bundles)})
     require("fastapi", "serve")
+    models = {name: find_bundle(str(source), offline) for name, source in chosen.models.items()}
+    chosen = replace(chosen, models=models)
     # The web framework and Ray are imported only for this command.
     if chosen.ray:
         require("ray", "ray")

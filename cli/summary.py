@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmc import bundle
-from llmc.bundle import CONFIG_FILE, Geometry, Manifest, Source
-from llmc.errors import UsageError
+from llmc.bundle import Geometry, Manifest, Source
 from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
 from llmc.runtime.kv.budget import plan_load, round_up
 from llmc.runtime.sessions.staged import find_stages
+from llmc.sources import Kind, Located
 
 # Kinds of files by suffix; all others are text: tokenizer, templates, manifest, hashes.
 DISK_KINDS = {"weights": (".bin", ".safetensors", ".gguf"), "graphs": (".onnx",), "engine": (".plan",)}
@@ -65,29 +65,13 @@ class Summary:
     stages: tuple[StageSummary, ...] = ()
 
 
-def summarize(path: Path) -> Summary:
-    kind = kind_of(path)
-    if kind == "bundle":
+def summarize(source: Located) -> Summary:
+    path = source.path
+    if source.kind is Kind.BUNDLE:
         return _of_bundle(path)
-    if kind == "export":
-        return _summarize_unbuilt(kind, path, bundle.read_export(path))
-    return _summarize_unbuilt(kind, path, read_checkpoint(path))
-
-
-def kind_of(path: Path) -> str:
-    if path.is_file() and path.suffix == ".gguf":
-        return "checkpoint"
-    kinds = {bundle.BUNDLE_MANIFEST: "bundle", bundle.EXPORT_MANIFEST: "export", CONFIG_FILE: "checkpoint"}
-    kinds[bundle.ADAPTER_FILE] = "checkpoint"  # reading it gives the right error
-    for name, kind in kinds.items():
-        if (path / name).exists():
-            return kind
-    raise UsageError(
-        "path",
-        f"{path} has neither {bundle.BUNDLE_MANIFEST} (a bundle), {bundle.EXPORT_MANIFEST} (an export) nor "
-        f"{CONFIG_FILE} (a Hugging Face checkpoint)",
-        "give a folder with one of them, or a .gguf file",
-    )
+    if source.kind is Kind.EXPORT:
+        return _summarize_unbuilt("export", path, bundle.read_export(path))
+    return _summarize_unbuilt("checkpoint", path, read_checkpoint(path))
 
 
 def _of_bundle(path: Path) -> Summary:

@@ -1,6 +1,7 @@
 """Export -> bundle: calibrate, lower, quantize, write, run, judge, publish."""
 
 import os
+import shutil
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from llmc.bundle import (
     write_chunks,
 )
 from llmc.bundle.model.kinds import allows, find_evidence
-from llmc.errors import BuildError, BundleError, UsageError
+from llmc.errors import BuildError, BundleError, ResourceError, UsageError
 from llmc.optimize.calibrate.request import calibrate_weights, check_windows
 from llmc.optimize.graphs import compile_graphs
 from llmc.optimize.judge.encoders import judge_texts
@@ -34,7 +35,7 @@ from llmc.optimize.lower.onnxruntime.attention import check_head_sizes
 from llmc.optimize.order import Order, runs_here, take_order
 from llmc.optimize.plan.borders import choose_borders
 from llmc.optimize.plan.device import device_plan, host_plan, with_engine
-from llmc.optimize.plan.memory import memory_plan, plan_build
+from llmc.optimize.plan.memory import bundle_bytes, memory_plan, plan_build
 from llmc.optimize.progress import Progress, silent
 from llmc.optimize.recipe import BuildRequest, settle
 from llmc.optimize.split import split
@@ -42,7 +43,7 @@ from llmc.optimize.targets import capabilities_for
 from llmc.optimize.weights.store import Calibrated
 from llmc.origin import check_unchanged, copy_tokenizer
 from llmc.publish import file_entries, stage_folder
-from llmc.runtime.kv.budget import usable_memory
+from llmc.runtime.kv.budget import MB, usable_memory
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
 from llmc.runtime.text.trial import try_tokenizer
 
@@ -73,7 +74,7 @@ def build(request: BuildRequest, progress: Progress = silent) -> BuildReport:
         BuildError: the graph cannot be lowered, or the result is beyond the budget.
         MissingExtraError: the recipe needs calibration, and torch is not installed; or the target's library is not.
         GpuError: the target's library is too old or broken, or needs a GPU to build.
-        ResourceError: the build takes more memory, by its plan, or a stage more than its box has.
+        ResourceError: the build takes more memory or disk, by its plan, or a stage more memory than its box has.
     """
     start = time.perf_counter()
     order = take_order(replace(request, source=Path(request.source), output=Path(request.output)), progress)
@@ -81,7 +82,7 @@ def build(request: BuildRequest, progress: Progress = silent) -> BuildReport:
     if os.path.realpath(request.output) == os.path.realpath(request.source):  # unlike resolve, accepts loops of links
         raise UsageError("output", f"{request.output} is the export itself", "choose another output folder")
     tokenizer = (request.source / TOKENIZER_FILE).stat().st_size
-    check_memory(request, geometry, tokenizer)
+    check_room(request, geometry, tokenizer)
     try_tokenizer(request.source)
     order = order.with_engine()
     # Refuse unsupported requests before hours of calibration.
@@ -96,12 +97,12 @@ def build(request: BuildRequest, progress: Progress = silent) -> BuildReport:
     return BuildReport(request.output, manifest, time.perf_counter() - start)
 
 
-def check_memory(request: BuildRequest, geometry: Geometry, tokenizer_bytes: int) -> None:
-    """Refuse a filled request for a model that would be refused, or takes more memory to build than there is.
+def check_room(request: BuildRequest, geometry: Geometry, tokenizer_bytes: int) -> None:
+    """Refuse a filled request for a model that would be refused, or takes more memory or disk to build than there is.
 
     Raises:
         UsageError: see :func:`llmc.optimize.recipe.settle`.
-        ResourceError: naming the source.
+        ResourceError: naming the source, or the disk's folder.
     """
     target = capabilities_for(request.target, request.gpu_memory)
     recipe, limits = settle(request, geometry, target)
@@ -109,6 +110,11 @@ def check_memory(request: BuildRequest, geometry: Geometry, tokenizer_bytes: int
     device = device_plan(geometry, limits, recipe) if target.has_gpu else None
     plan = plan_build(geometry, recipe, limits, tokenizer_bytes, *windows, judged=request.judged, device=device)
     plan.check(request.source, usable_memory(plan.parts["engine"], request.memory))
+    folder = next(parent for parent in Path(os.path.realpath(request.output)).parents if parent.exists())
+    needed, free = bundle_bytes(geometry, recipe, limits, tokenizer_bytes), shutil.disk_usage(folder).free
+    if free < needed:
+        problem = f"{free / MB:,.0f} MB of the disk are free, and the bundle takes {needed / MB:,.0f} MB"
+        raise ResourceError(problem, "free some space, or choose a folder on another disk", path=folder)
 
 
 def _fill(order: Order, folder: Path) -> Manifest:

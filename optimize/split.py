@@ -29,6 +29,7 @@ from llmc.bundle import (
 from llmc.errors import BuildError
 from llmc.optimize.graphs import cut_replay, describe_graph
 from llmc.optimize.judge.replay import replay_apart
+from llmc.optimize.judge.report import QUALITY_PAGE
 from llmc.optimize.lower.rewrite import read_graph, write_part
 from llmc.optimize.plan.borders import Cut
 from llmc.optimize.progress import Progress
@@ -45,7 +46,7 @@ def split(folder: Path, manifest: Manifest, cuts: Sequence[Cut], progress: Progr
     manifest of the last one, which has the tokenizer and answers.
     Raises BuildError: more than hidden states cross a border, or the stages compute something else than the whole."""
     whole, borders, hashes = folder / WHOLE, tuple(cut.layers.start for cut in cuts), list[str]()
-    files = [path for path in folder.iterdir() if path.name not in TOKENIZER_FILES]
+    files = [path for path in folder.iterdir() if path.name not in (*TOKENIZER_FILES, QUALITY_PAGE)]
     whole.mkdir()
     for path in files:
         path.rename(whole / path.name)

@@ -121,7 +121,8 @@ def bundle_row(demo: Demo, precision: str, started: float) -> tuple[str, ...]:
         print(f"\n({time.perf_counter() - started:.0f} s since the start)")
         judged = f" --text {os.path.relpath(demo.text)}" if demo.text else ""
         step("judge", f"llmc eval {folder} --reference {FOLDER}/export{judged}")
-        quality = evaluate(model, read_windows(demo.text, model), reference=FOLDER / "export", greedy=False)
+        judged = evaluate(model, read_windows(demo.text, model), reference=FOLDER / "export", greedy=False)
+    quality = judged.quality
     decode = quality.phases["decode"]
     print(f"perplexity {decode.perplexity:.2f}; the unquantized model has {quality.reference_perplexity:.2f}")
     speed = benchmark(folder, prompt_length=PROMPT_LENGTH, new_tokens=MEASURED_TOKENS)

@@ -1,6 +1,7 @@
 """Load a bundle, check it, and make its engine: all that happens before the first request."""
 
 import hashlib
+import importlib
 import inspect
 import logging
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from llmc.bundle import (
+    BUNDLE_MANIFEST,
     STAGE_FOLDER,
     Manifest,
     list_adapters,
@@ -84,12 +86,14 @@ def load(
     device: int = 0,
     adapters: Mapping[str, str | Path] | None = None,
     stages: Any = None,
+    offline: bool | None = None,
     **options: Any,
 ) -> Any:
     """Load a bundle. If a build replaces it meanwhile, the new one is loaded, never a mixture.
 
     Args:
-        bundle: the folder that ``llmc build`` wrote.
+        bundle: the folder that ``llmc build`` wrote; or an export, a checkpoint, a GGUF file or a name at the hub, of
+            which a bundle is built into the cache if it has none: see :func:`llmc.sources.built.find_bundle`.
         kind: the class that the caller wants: another bundle is refused before its weights are read. Default: the
             bundle's own, :class:`llmc.runtime.Generator` or, for an embedding model or a reranker,
             :class:`llmc.runtime.Embedder`; type checkers take it for a ``Generator``.
@@ -107,6 +111,7 @@ def load(
         adapters: folders that ``llmc adapter add`` wrote, by name; default: the bundle's own.
         stages: a function that opens the stages before the last one of a model in stages; default: in this process.
             ``exact`` asks it for float32 on the wire: at ``batch`` and ``strict``, and for experts.
+        offline: True uses no network for a name at the hub; default: ``HF_HUB_OFFLINE``.
         options: fields of :class:`llmc.runtime.api.options.EngineOptions`.
 
     Raises:
@@ -169,7 +174,17 @@ def load(
             raise
         return model
 
-    return read_undisturbed(_folder(bundle), open_bundle, lambda model: model.close())
+    folder = read_undisturbed(_folder(bundle), lambda place: _find_bundle(place, bundle, offline))
+    return read_undisturbed(folder, open_bundle, lambda model: model.close())
+
+
+def _find_bundle(folder: Path, named: str | Path, offline: bool | None) -> Path:
+    """The folder if it holds a bundle, or the bundle that is built of what was ``named``."""
+    if (folder / BUNDLE_MANIFEST).exists():
+        return Path(named)
+    # By name: the room is above the runtime, and building needs packages that a device has not.
+    found: Path = importlib.import_module("llmc.sources.built").find_bundle(named, offline=offline)
+    return found
 
 
 def _check_kind(manifest: Manifest, kind: type[LoadedBundle]) -> None:

@@ -5,14 +5,25 @@ Every verb and ``load()`` take all of them. ``KINDS`` says how each is recognise
 none.
 """
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from llmc.bundle import ADAPTER_FILE, BUNDLE_MANIFEST, CONFIG_FILE, EXPORT_MANIFEST
+from llmc.bundle import ADAPTER_FILE, BUNDLE_MANIFEST, CONFIG_FILE, EXPORT_MANIFEST, Origin
 from llmc.errors import UsageError
+from llmc.origin import read_origin
+from llmc.sources.hub import download, is_hub_name
 
-__all__ = ["KINDS", "Kind", "Located", "locate"]
+__all__ = ["KINDS", "Kind", "Located", "Progress", "is_hub_name", "locate", "silent"]
+
+# Called with a step in a few words, and with the fraction of it that is done (0 ... 1) where that is known.
+Progress = Callable[..., None]
+
+
+def silent(step: str, fraction: float | None = None, /) -> None:
+    """Report nothing."""
 
 
 class Kind(Enum):
@@ -41,20 +52,30 @@ class Located:
     name: str  # what the user typed
     path: Path
     kind: Kind
+    origin: Origin | None = None  # the hub's commit, for a path in the hub's cache
 
 
-def locate(name: str | Path) -> Located:
-    """Find what ``name`` is: a path that exists wins over a name at the hub.
+def locate(name: str | Path, *, offline: bool | None = None, progress: Progress = silent) -> Located:
+    """Find what ``name`` is: a path that exists, or a model of the hub, which is downloaded first.
+
+    Args:
+        name: a path, or a name of the hub as :func:`llmc.sources.hub.download` takes it; a path that exists wins.
+        offline: True uses no network, only what the hub's cache has; default: ``HF_HUB_OFFLINE``.
+        progress: called with each step and the fraction of it that is done.
 
     Raises:
         UsageError: there is nothing of that name, or it is of no kind.
+        HubError, CheckpointError, ResourceError: the hub does not give the model, see ``download``.
     """
     path = Path(name)
+    if not os.path.exists(path) and is_hub_name(str(name)):
+        path = download(str(name), offline=offline, progress=progress)
+    origin = read_origin(path)
     if path.suffix == ".gguf" and path.is_file():
-        return Located(str(name), path, Kind.GGUF)
+        return Located(str(name), path, Kind.GGUF, origin)
     for file, kind in KINDS.items():
         if (path / file).exists():
-            return Located(str(name), path, kind)
+            return Located(str(name), path, kind, origin)
     if not path.exists():
         raise UsageError("source", f"{path} does not exist")
     listed = ", ".join(f"{file} (a {kind.value})" for file, kind in KINDS.items())

@@ -1,6 +1,7 @@
 """What holds for every test: no telemetry, no network, no chance. And what many of them need: a manifest, a model."""
 
 import gc
+import hashlib
 import json
 import os
 import shutil
@@ -163,21 +164,29 @@ def manifest() -> bundle.Manifest:
 
 
 @pytest.fixture(scope="session")
-def one_trace() -> Iterator[None]:
+def one_trace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What torch traces follows from the config and the weights' types, and is nearly all that a tiny model's export
-    takes: other weights of the same decoder take the graph that is there. Torch makes its table of operators once."""
+    takes: each decoder is traced once for all processes that run tests. Torch makes its table of operators once."""
+    import onnx_ir as ir
+    from torch._subclasses.fake_tensor import FakeTensor
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     from llmc.export import graph, tower
 
-    traced: dict[str, Any] = {}
+    def save(model: ir.Model, path: Path) -> None:
+        for value in model.graph.initializers.values():
+            if isinstance(getattr(value.const_value, "raw", None), FakeTensor):  # a weight, which has no values yet
+                fake = value.const_value
+                value.const_value = ir.ExternalTensor("", 0, fake.nbytes, fake.dtype, shape=fake.shape, name=value.name)
+        ir.save(model, path)
 
-    def trace(make: Callable[[], Any], tensors: dict[str, Any], *samples: Any, **options: bool) -> Any:
+    def trace(make: Callable[[], Any], tensors: dict[str, Any], *samples: Any, **options: bool) -> ir.Model:
         types = {name: graph._TORCH_DTYPES.get(tensors[name].dtype) for name in sorted(tensors)}
-        name = repr((make.__code__, [cell.cell_contents for cell in make.__closure__ or ()], types))
-        if name not in traced:
-            traced[name] = real(make, tensors, *samples, **options)
-        return traced[name].clone()
+        code, cells = make.__code__, [cell.cell_contents for cell in make.__closure__ or ()]
+        key = repr((code.co_filename, code.co_firstlineno, cells, types))
+        name = f"trace-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+        made = shared(tmp_path_factory, name, lambda it: save(real(make, tensors, *samples, **options), it / "onnx"))
+        return ir.load(made / "onnx")
 
     real = graph.trace
     with pytest.MonkeyPatch.context() as patch:

@@ -10,7 +10,7 @@ from doubles.plans import PLAN
     ("named", "capability", "fits"),
     [(("8.9",), "8.9", True), (("8.9",), "8.6", False), ((), "12.0", True), ((), "7.5", False)],
 )
-def test_engines_are_for_the_gpus_that_they_name(named: tuple[str, ...], capability: str, fits: bool):
+def test_engines_are_for_the_gpus_that_they_name(named, capability, fits):
     assert replace(PLAN, compute_capabilities=named).fits_gpu(capability) == fits
 
 

@@ -35,7 +35,7 @@ def test_docstring_draws_every_error():
 
 
 @pytest.mark.parametrize("leaf", LEAVES)
-def test_only_usage_errors_exit_with_two(leaf: type[errors.LlmcError]):
+def test_only_usage_errors_exit_with_two(leaf):
     assert issubclass(leaf, errors.LlmcError)
     assert leaf.exit_code == (2 if leaf is errors.UsageError else 1)
 
@@ -49,7 +49,7 @@ def test_a_message_is_text_whatever_names_are_in_it():
 
 
 @pytest.mark.parametrize("module", ["no_such_engine", "no_such_engine.parts"])
-def test_require_names_the_pip_command(module: str):
+def test_require_names_the_pip_command(module):
     with pytest.raises(errors.MissingExtraError, match=r"no_such_engine.* pip install 'onnxruntime>="):
         errors.require(module, "cpu")
 
@@ -119,7 +119,7 @@ class MuteError(Exception):
     ],
     ids=["message", "exit", "empty", "mute"],
 )
-def test_text_of_names_the_type_and_the_message_if_it_has_one(error: BaseException, text: str):
+def test_text_of_names_the_type_and_the_message_if_it_has_one(error, text):
     assert errors.text_of(error) == text
 
 
@@ -143,10 +143,10 @@ class Evil:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_values_are_written_as_python_does_as_far_as_somebody_reads_them(value: object, shown: str):
+def test_values_are_written_as_python_does_as_far_as_somebody_reads_them(value, shown):
     assert errors.format_value(value) == shown
 
 
 @pytest.mark.parametrize("value", ["x" * 10**6, ["x" * 500] * 10**5, b"x" * 10**6, dict.fromkeys(range(99), "x" * 99)])
-def test_long_values_are_cut(value: object):
+def test_long_values_are_cut(value):
     assert 50 < len(errors.format_value(value)) < 320

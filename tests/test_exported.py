@@ -31,9 +31,6 @@ def matrix(rows: int = 7, inputs: int = 5) -> np.ndarray:
     return np.random.default_rng(0).normal(0, 1, (rows, inputs)).astype(np.float32)
 
 
-# -------------------------------------------------------------------------------------------------------------- reading
-
-
 @pytest.mark.parametrize(("dtype", "numpy_dtype"), DTYPES.values(), ids=DTYPES)
 def test_rows_are_the_exact_values_as_float32(tmp_path, dtype, numpy_dtype):
     array = matrix().astype(numpy_dtype)
@@ -68,10 +65,7 @@ def test_a_file_that_ends_early_is_refused_by_name(tmp_path):
     assert rows_of(tensor, 0, 6).shape == (6, 5)
 
 
-# --------------------------------------------------------------------------------------------------------------- pieces
-
-
-def test_a_length_that_is_not_the_shapes_is_refused_by_name(tiny_export: Path, tmp_path: Path):
+def test_a_length_that_is_not_the_shapes_is_refused_by_name(tiny_export, tmp_path):
     graph = onnx.load(tiny_export / "decoder.onnx", load_external_data=False)
     weight = next(it for it in graph.graph.initializer if it.external_data)
     length = next(entry for entry in weight.external_data if entry.key == "length")

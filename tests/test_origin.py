@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from llmc.bundle import GRAPH_CONTRACT_VERSION, SCHEMA_VERSION, ExportManifest
+from llmc.bundle import GRAPH_CONTRACT_VERSION, SCHEMA_VERSION, ExportManifest, Origin
 from llmc.errors import CheckpointError
-from llmc.origin import check_unchanged, copy_tokenizer, find_own_file, fingerprint
+from llmc.origin import check_unchanged, copy_tokenizer, find_own_file, fingerprint, read_origin
 
 NAME = "chat_template.jinja"
 
@@ -57,6 +57,29 @@ def test_the_hub_cache_keeps_files_as_links_to_its_blobs(tmp_path, secret):
         (snapshot / NAME).symlink_to(outside)
         with pytest.raises(CheckpointError, match="outside its folder"):
             find_own_file(snapshot, NAME)
+
+
+def test_the_hub_cache_keeps_files_of_several_models_in_a_store(tmp_path, secret):
+    snapshot, store = tmp_path / "hub" / "models--owner--name" / "snapshots" / "0123abcd", tmp_path / "hub" / "blobs"
+    snapshot.mkdir(parents=True), (store / "9f").mkdir(parents=True)
+    (store / "9f" / "9f00").write_text("x")
+    (snapshot / NAME).symlink_to(store / "9f" / "9f00")
+    with pytest.raises(CheckpointError, match="outside its folder"):
+        find_own_file(snapshot, NAME)
+    (store / ".huggingface-shared-blobs").touch()
+    assert find_own_file(snapshot, NAME) == store / "9f" / "9f00"
+
+
+def test_a_path_in_the_hub_cache_names_repository_commit_and_gguf_file(tmp_path):
+    model, commit = tmp_path / "models--owner--name", "0123456789" * 4
+    snapshot, blob = model / "snapshots" / commit, model / "blobs" / "9f"
+    (snapshot / "BF16").mkdir(parents=True), blob.parent.mkdir()
+    blob.write_text("x")
+    (snapshot / "BF16" / "tiny.gguf").symlink_to(blob)
+    assert read_origin(snapshot) == Origin("owner/name", commit)
+    assert read_origin(snapshot / "BF16" / "tiny.gguf") == Origin("owner/name", commit, "BF16/tiny.gguf")
+    for other in (tmp_path, blob, model, model / "snapshots" / "main"):
+        assert read_origin(other) is None
 
 
 def through(inner: Path, secret: Path) -> None:

@@ -5,7 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,16 +40,13 @@ def leave(target: Path, kind: str = "new") -> Path:
     return folder
 
 
-# ------------------------------------------------------------------------------------------------- what the dead left
-
-
-def test_what_a_dead_process_left_is_removed(target: Path):
+def test_what_a_dead_process_left_is_removed(target):
     leave(target)
     publish(target, "new")
     assert names(target.parent) == ["bundle"]
 
 
-def test_a_folder_set_aside_by_a_process_killed_in_the_swap_comes_back(target: Path):
+def test_a_folder_set_aside_by_a_process_killed_in_the_swap_comes_back(target):
     (leave(target, "old") / "new").mkdir()
     with pytest.raises(UsageError, match="exists"):
         publish(target, "new")
@@ -68,28 +65,28 @@ def test_a_folder_set_aside_by_a_process_killed_in_the_swap_comes_back(target: P
         f".other.{NUMBER}.work",
     ],
 )
-def test_hidden_folders_of_others_are_left_alone(target: Path, name: str):
+def test_hidden_folders_of_others_are_left_alone(target, name):
     (target.parent / name).mkdir()
     (target.parent / name / "lock").touch()
     publish(target, "new")
     assert names(target.parent) == [name, "bundle"]
 
 
-def test_a_folder_of_somebodys_that_has_no_lock_is_left_alone(target: Path):
+def test_a_folder_of_somebodys_that_has_no_lock_is_left_alone(target):
     folder = leave(target)
     (folder / "lock").unlink()
     publish(target, "new")
     assert (folder / "new" / "llmc.json").read_text() == "left"
 
 
-def test_a_folder_of_somebodys_that_holds_anything_else_is_left_alone(target: Path):
+def test_a_folder_of_somebodys_that_holds_anything_else_is_left_alone(target):
     folder = leave(target)
     (folder / "thesis.txt").touch()
     publish(target, "new")
     assert names(folder) == ["lock", "new", "thesis.txt"]
 
 
-def test_what_was_replaced_and_half_removed_never_comes_back(published: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_was_replaced_and_half_removed_never_comes_back(published, monkeypatch):
     def stopped(folder: Path) -> None:
         (folder / "llmc.json").unlink()
         raise OSError(5, "Input/output error")  # as a kill: the rest stays
@@ -105,9 +102,7 @@ def test_what_was_replaced_and_half_removed_never_comes_back(published: Path, mo
     assert (published / "llmc.json").read_text() == "newer"
 
 
-def test_where_a_file_system_has_no_locks_work_goes_on_and_nothing_is_cleared_away(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_where_a_file_system_has_no_locks_work_goes_on_and_nothing_is_cleared_away(target, monkeypatch):
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(37, "No locks available")
 
@@ -117,10 +112,7 @@ def test_where_a_file_system_has_no_locks_work_goes_on_and_nothing_is_cleared_aw
     assert names(target.parent) == [folder.name, "bundle"]
 
 
-# ---------------------------------------------------------------------------------------------- what the living write
-
-
-def test_two_that_write_to_one_place_leave_each_others_work_alone(target: Path):
+def test_two_that_write_to_one_place_leave_each_others_work_alone(target):
     with stage_folder(target) as first:
         (first / "llmc.json").write_text("first")
         with pytest.raises(UsageError, match="exists"), stage_folder(target) as second:
@@ -133,7 +125,7 @@ def test_two_that_write_to_one_place_leave_each_others_work_alone(target: Path):
 
 
 @pytest.mark.parametrize("held", [[], ["lock"]])
-def test_a_room_that_somebody_is_about_to_lock_is_left_alone(target: Path, held: list[str]):
+def test_a_room_that_somebody_is_about_to_lock_is_left_alone(target, held):
     folder = leave(target)
     shutil.rmtree(folder / "new")
     (folder / "lock").unlink()
@@ -143,7 +135,7 @@ def test_a_room_that_somebody_is_about_to_lock_is_left_alone(target: Path, held:
     assert names(target.parent) == [folder.name, "bundle"]
 
 
-def test_a_room_ends_with_its_block_and_so_do_the_parents_that_it_made(tmp_path: Path):
+def test_a_room_ends_with_its_block_and_so_do_the_parents_that_it_made(tmp_path):
     with work_folder(tmp_path / "a" / "b" / "bundle") as folder:
         (folder / "graph").write_text("much")
         assert names(folder) == ["graph"]
@@ -151,7 +143,7 @@ def test_a_room_ends_with_its_block_and_so_do_the_parents_that_it_made(tmp_path:
     assert names(tmp_path) == []
 
 
-def test_what_cannot_be_brought_back_is_not_removed(published: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_cannot_be_brought_back_is_not_removed(published, monkeypatch):
     """The disk fails while the folder is replaced: the next run finds the old one."""
     rename, calls = Path.rename, []
 
@@ -171,8 +163,6 @@ def test_what_cannot_be_brought_back_is_not_removed(published: Path, monkeypatch
         assert (published / "llmc.json").read_text() == "old"
     assert names(published.parent) == ["bundle"]
 
-
-# --------------------------------------------------------------------------------------------------- other processes
 
 WRITER = """
 import signal, sys
@@ -208,9 +198,7 @@ def interrupt(process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.parametrize("stop", [interrupt, kill])
-def test_a_real_process_that_is_stopped_leaves_the_old_folder(
-    published: Path, stop: Callable[[subprocess.Popen[bytes]], None]
-):
+def test_a_real_process_that_is_stopped_leaves_the_old_folder(published, stop):
     with writer(published) as process:
         stop(process)
         process.wait()
@@ -219,7 +207,7 @@ def test_a_real_process_that_is_stopped_leaves_the_old_folder(
     assert names(published.parent) == ["bundle"]
 
 
-def test_what_a_living_process_writes_is_left_alone_until_it_is_done(published: Path):
+def test_what_a_living_process_writes_is_left_alone_until_it_is_done(published):
     with writer(published) as process:
         publish(published, "ours", force=True)
         assert len(names(published.parent)) == 2

@@ -24,10 +24,7 @@ def published(target: Path) -> Path:
     return target
 
 
-# -------------------------------------------------------------------------------------------------------- publishing
-
-
-def test_folder_appears_whole_and_only_at_the_end(target: Path):
+def test_folder_appears_whole_and_only_at_the_end(target):
     with stage_folder(target) as folder:
         (folder / "llmc.json").write_text("new")
         (folder / "graphs").mkdir()
@@ -38,7 +35,7 @@ def test_folder_appears_whole_and_only_at_the_end(target: Path):
     assert names(target.parent) == ["bundle"]
 
 
-def test_a_relative_target_is_published_where_the_block_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_relative_target_is_published_where_the_block_began(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     with stage_folder(Path("bundle")) as folder:
@@ -47,7 +44,7 @@ def test_a_relative_target_is_published_where_the_block_began(tmp_path: Path, mo
     assert names(tmp_path / "bundle") == ["llmc.json"]
 
 
-def test_everything_is_synced_before_it_is_renamed(target: Path, monkeypatch: pytest.MonkeyPatch):
+def test_everything_is_synced_before_it_is_renamed(target, monkeypatch):
     order = []
     monkeypatch.setattr(publishing, "sync", lambda path: order.append(path.name))
     rename = Path.rename
@@ -57,18 +54,15 @@ def test_everything_is_synced_before_it_is_renamed(target: Path, monkeypatch: py
     assert order[-2:] == ["rename", target.parent.name]
 
 
-# ------------------------------------------------------------------------------------------------- existing targets
-
-
 @pytest.mark.parametrize("content", ["ours", "empty", "file", "foreign"])
-def test_an_existing_target_is_refused_without_force(target: Path, content: str):
+def test_an_existing_target_is_refused_without_force(target, content):
     make_existing(target, content)
     with pytest.raises(UsageError, match=f"{target} exists; .*--force"), stage_folder(target):
         pytest.fail("the block must not run")
 
 
 @pytest.mark.parametrize("content", ["file", "foreign"])
-def test_force_does_not_replace_what_is_not_llmcs(target: Path, content: str):
+def test_force_does_not_replace_what_is_not_llmcs(target, content):
     make_existing(target, content)
     with pytest.raises(UsageError, match="is not llmc's"), stage_folder(target, force=True):
         pytest.fail("the block must not run")
@@ -76,7 +70,7 @@ def test_force_does_not_replace_what_is_not_llmcs(target: Path, content: str):
 
 
 @pytest.mark.parametrize("content", ["ours", "export", "empty"])
-def test_force_replaces_a_folder_of_llmcs_or_an_empty_one(target: Path, content: str):
+def test_force_replaces_a_folder_of_llmcs_or_an_empty_one(target, content):
     make_existing(target, content)
     publish(target, "new", force=True)
     assert names(target) == ["llmc.json"]
@@ -94,7 +88,7 @@ def make_existing(target: Path, content: str) -> None:
         (target / name).write_text("old")
 
 
-def test_a_link_to_a_bundle_keeps_pointing_at_what_was_replaced(tmp_path: Path, published: Path):
+def test_a_link_to_a_bundle_keeps_pointing_at_what_was_replaced(tmp_path, published):
     link = tmp_path / "latest"
     link.symlink_to(published)
     publish(link, "new", force=True)
@@ -103,11 +97,8 @@ def test_a_link_to_a_bundle_keeps_pointing_at_what_was_replaced(tmp_path: Path, 
     assert names(tmp_path) == ["bundle", "latest"]
 
 
-# ----------------------------------------------------------------------------------------------------------- errors
-
-
 @pytest.mark.parametrize("error", [ValueError("bad weights"), KeyboardInterrupt(), SystemExit(1), MemoryError()])
-def test_an_error_leaves_the_old_folder_and_nothing_else(published: Path, error: BaseException):
+def test_an_error_leaves_the_old_folder_and_nothing_else(published, error):
     with pytest.raises(type(error)), stage_folder(published, force=True) as folder:
         (folder / "llmc.json").write_text("half")
         raise error
@@ -116,19 +107,15 @@ def test_an_error_leaves_the_old_folder_and_nothing_else(published: Path, error:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_said_in_one_sentence(published: Path, number: int):
+def test_a_full_disk_is_said_in_one_sentence(published, number):
     with pytest.raises(ResourceError, match="the disk is full; free some space"), stage_folder(published, force=True):
         raise OSError(number, os.strerror(number))
     assert (published / "llmc.json").read_text() == "old"
     assert names(published.parent) == ["bundle"]
 
 
-def raise_full(descriptor: int) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENAMETOOLONG])
-def test_a_place_that_cannot_be_written_is_a_usage_error(target: Path, monkeypatch: pytest.MonkeyPatch, number: int):
+def test_a_place_that_cannot_be_written_is_a_usage_error(target, monkeypatch, number):
     def refuse(self: Path, *args: object, **kwargs: object) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -151,7 +138,7 @@ NO_FOLDERS = {
 
 @pytest.mark.threat("wrong-paths")
 @pytest.mark.parametrize(("name", "sentence"), NO_FOLDERS.items(), ids=[ascii(name)[:12] for name in NO_FOLDERS])
-def test_a_name_for_no_folder_is_refused_before_any_work(tmp_path: Path, name: str, sentence: str):
+def test_a_name_for_no_folder_is_refused_before_any_work(tmp_path, name, sentence):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "link").symlink_to(BYTES)
@@ -163,9 +150,7 @@ def test_a_name_for_no_folder_is_refused_before_any_work(tmp_path: Path, name: s
 
 @pytest.mark.parametrize("failing", [1, 2])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "I/O error")])
-def test_a_failure_in_the_swap_itself_brings_the_old_folder_back(
-    published: Path, monkeypatch: pytest.MonkeyPatch, failing: int, error: BaseException
-):
+def test_a_failure_in_the_swap_itself_brings_the_old_folder_back(published, monkeypatch, failing, error):
     """Renames: the old folder aside, the new one in, and after a failure the old one back."""
     rename, calls = Path.rename, []
 
@@ -183,7 +168,7 @@ def test_a_failure_in_the_swap_itself_brings_the_old_folder_back(
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "checkpoint"])
-def test_force_does_not_replace_a_folder_that_holds_something_else(tmp_path: Path, name: str):
+def test_force_does_not_replace_a_folder_that_holds_something_else(tmp_path, name):
     target = tmp_path / "bundle"
     target.mkdir()
     (target / bundle.BUNDLE_MANIFEST).write_text("{}")

@@ -1,7 +1,6 @@
 """JSON of strangers is read within bounds, and nothing but regular files is."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from llmc.strict import DEEPEST_JSON, MOST_DIGITS, open_regular, parse_json, read_json
 
 
-def test_what_lies_within_the_bounds_is_read_as_it_is(tmp_path: Path):
+def test_what_lies_within_the_bounds_is_read_as_it_is(tmp_path):
     path = tmp_path / "sound.json"
     deep = "[" * DEEPEST_JSON + "]" * DEEPEST_JSON
     path.write_text('{"ä": [-1, 1.5, null, "x"], "most": ' + "9" * MOST_DIGITS + ', "deep": ' + deep[1:-1] + "}")
@@ -31,7 +30,7 @@ def test_what_lies_within_the_bounds_is_read_as_it_is(tmp_path: Path):
         ("\ufeff{}", "BOM"),
     ],
 )
-def test_what_lies_beyond_a_bound_is_refused_in_a_clause(content: str, words: str):
+def test_what_lies_beyond_a_bound_is_refused_in_a_clause(content, words):
     with pytest.raises(ValueError, match=words):
         parse_json(content.encode())
 
@@ -41,7 +40,7 @@ def test_bytes_that_are_no_text_are_refused():
         parse_json(b'"\xff"')
 
 
-def test_a_file_beyond_its_bound_is_not_read(tmp_path: Path):
+def test_a_file_beyond_its_bound_is_not_read(tmp_path):
     with (tmp_path / "large.json").open("wb") as file:
         file.truncate(1 << 40)  # sparse
     with pytest.raises(ValueError, match="it has 1099511627776 bytes"):
@@ -57,7 +56,7 @@ def test_a_file_beyond_its_bound_is_not_read(tmp_path: Path):
     ],
 )
 @pytest.mark.skipif(os.name != "posix", reason="FIFOs and devices are POSIX's")
-def test_what_is_no_regular_file_neither_hangs_nor_is_read(tmp_path: Path, make: Callable[[Path], None]):
+def test_what_is_no_regular_file_neither_hangs_nor_is_read(tmp_path, make):
     make(tmp_path / "x.json")
     before = len(os.listdir("/dev/fd"))
     with pytest.raises(ValueError, match="not a regular file"):

@@ -24,7 +24,7 @@ FEATURES = {
     "stages": Feature("parts on several boxes"),
     "adapters": Feature("adapters beside the model", advice="merge them at export (llmc export --adapter)"),
     "draft_head": Feature("hidden states for a draft head"),
-    "text": Feature("a text to judge answers on"),
+    **dict.fromkeys(("text", "report"), Feature("a text to judge answers on")),
     **dict.fromkeys(_CALIBRATION, Feature("a calibration text")),
     "budget": Feature("a limit on the loss of quality"),
     **dict.fromkeys(("sparsity", "pruning"), Feature("pruned weights")),
@@ -85,7 +85,7 @@ KINDS = (
     Kind(
         "drafts for another model",
         lambda geometry: geometry.head,
-        ("gpu", "stages", "adapters", "draft_head", "text", *_CALIBRATION, "answers"),
+        ("gpu", "stages", "adapters", "draft_head", "text", "report", *_CALIBRATION, "answers"),
         float32_cache=True,
         evidence="values",
     ),

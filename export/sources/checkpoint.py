@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from llmc import bundle
@@ -30,7 +30,7 @@ from llmc.export.sources.safetensors import DTYPE_NAMES, FLOATS, StoredTensor, r
 from llmc.export.sources.tokens import cut_tokenizer
 from llmc.export.sources.towers import read_image_steps, read_tower
 from llmc.ggml import LAYOUTS
-from llmc.origin import find_own_file, fingerprint
+from llmc.origin import find_own_file, fingerprint, read_origin
 
 CONFIG_FILE = bundle.CONFIG_FILE
 GENERATION_FILE = "generation_config.json"
@@ -121,7 +121,7 @@ def _read_gguf(path: Path, named: Sequence[tuple[Path, float]]) -> Checkpoint:
     generation, left_out = _read_generation(model.generation, path, config)
     plain = replace(config, norm=replace(config.norm, offset=False), transposed=False, packed_by_head=False)
     tensors = match_tensors(path, config, _merge(path, plain, model.tensors, adapters))  # the converter renamed them
-    source = describe_source(path.stem, model.texts[CONFIG_FILE].encode(), model.files, tensors, adapters)
+    source = describe_source(path, model.texts[CONFIG_FILE].encode(), model.files, tensors, adapters)
     notes = (*keys.notes, *left_out, *model.notes, *_notes(adapters))
     return Checkpoint(path.parent, config, generation, tensors, model.files, source, notes, model.texts)
 
@@ -161,7 +161,7 @@ def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: b
     if any(isinstance(tensor, MadeTensor) for tensor in stored.values()):
         keys.note("weights in float8 are dequantized to float32, since no kernel multiplies with their blocks")
     files = tuple(shard.path for shard in shards)
-    source = describe_source(folder.resolve().name, (folder / CONFIG_FILE).read_bytes(), files, tensors, adapters)
+    source = describe_source(folder, (folder / CONFIG_FILE).read_bytes(), files, tensors, adapters)
     notes = (*keys.notes, *cut, *left_out, *_notes(adapters))
     return Checkpoint(folder, config, generation, tensors, files, source, notes, texts)
 
@@ -261,8 +261,11 @@ def _read_generation(values: dict[str, Any], path: Path, config: DecoderConfig) 
 
 
 def describe_source(
-    name: str, config: bytes, files: Iterable[Path], tensors: Mapping[str, Weight], adapters: Sequence[Adapter]
+    path: Path, config: bytes, files: Iterable[Path], tensors: Mapping[str, Weight], adapters: Sequence[Adapter]
 ) -> bundle.Source:
+    origin = read_origin(path)
+    folder = PurePosixPath(origin.repository) if origin else path.resolve()
+    name = path.stem if path.is_file() else folder.name
     merged = tuple(adapter.merged for adapter in adapters)
     sizes = weight_bytes(flatten_tensors(tensors).values())
     return bundle.Source(
@@ -271,4 +274,5 @@ def describe_source(
         dtype=max(sizes, key=lambda dtype: sizes[dtype]),
         parameters=sum(math.prod(tensor.shape) for tensor in tensors.values()),
         adapters=merged,
+        origin=origin,
     )

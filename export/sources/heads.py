@@ -69,7 +69,8 @@ def read_head(folder: Path, of: Path) -> Checkpoint:
     for name in bundle.TOKENIZER_FILES:
         if path := find_own_file(of, name):
             texts[name] = model.texts.get(name) or path.read_text(encoding="utf-8")
-    source = describe_source(f"{folder.resolve().name} head", texts[CONFIG_FILE].encode(), files, tensors, ())
+    source = describe_source(folder, texts[CONFIG_FILE].encode(), files, tensors, ())
+    source = replace(source, name=f"{source.name} head")
     return Checkpoint(folder, config, model.generation, tensors, files, source, (), texts)
 
 

@@ -27,6 +27,8 @@ DEFAULT_TEXT = Path(__file__).with_name("data") / "calibration.txt"
 # those of GPTQ's paper.
 READ_AT_MOST = 2_000_000
 FEWEST_WINDOWS = 8
+# Tokens of a window that a bundle is judged on: enough for attention to matter, and a text has many of them.
+JUDGED_WINDOW = 256
 DATE = "01 Jan 2025"  # templates like Llama's insert today's date unless given one
 
 _REMEDY = "give a file of UTF-8 text, or of chats as .jsonl"

@@ -16,20 +16,22 @@ from llmc.errors import GpuError, MissingExtraError, ResourceError
 from llmc.optimize.calibrate.request import KEPT_BYTES
 from llmc.optimize.graphs import compile_graphs
 from llmc.optimize.judge.adapters import measure_opened
-from llmc.optimize.judge.evaluate import evaluate, read_windows
+from llmc.optimize.judge.evaluate import Evaluation, Loss, evaluate, read_windows
 from llmc.optimize.judge.gate import check, check_unrounded, list_doubts
 from llmc.optimize.judge.golden import prompt_ids, run_golden_prompts, run_long_prompt, tolerance
 from llmc.optimize.judge.invariance import measure_guarantees
-from llmc.optimize.judge.layers import WINDOWS, LayerError, layer_errors
+from llmc.optimize.judge.layers import KL_TOKENS, WINDOWS, LayerError, layer_errors
 from llmc.optimize.judge.overflow import check_range
 from llmc.optimize.judge.reference import Reference
 from llmc.optimize.judge.replay import replay_apart
+from llmc.optimize.judge.report import QUALITY_PAGE, list_better, render
 from llmc.optimize.judge.rows import check_rows
 from llmc.optimize.judge.vision import judge_tower
 from llmc.optimize.order import Order, runs_here
 from llmc.optimize.weights.file import round_to_bfloat16
 from llmc.optimize.weights.store import Calibrated
 from llmc.origin import check_unchanged, copy_tokenizer
+from llmc.publish import file_entries
 from llmc.runtime import Generator, load
 from llmc.runtime.host import disk_cache
 from llmc.runtime.selftest.values import LOGIT_TOLERANCE, LOGIT_TOLERANCES, VECTOR_TOLERANCE
@@ -71,7 +73,8 @@ def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calib
         if text is not None:
             kept = disk_cache.entry("reference", order.export.source.fingerprint)
             judged = evaluate(model, text, reference=order.source, cache=kept, greedy=False, progress=order.progress)
-            quality = replace(judged, greedy_match=quality.greedy_match, greedy_tokens=quality.greedy_tokens)
+            matched, of = quality.greedy_match, quality.greedy_tokens
+            quality = replace(judged.quality, greedy_match=matched, greedy_tokens=of)
             seen = partial(_layer_errors, order, folder, manifest, weights, text.ids)
             check(quality, order.recipe, seen)
             disk_cache.prune("reference", KEPT_BYTES)
@@ -97,7 +100,28 @@ def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calib
     if verified != "float32":  # only a substitute was run and it is gone: the bundle itself cannot run here
         order.progress("replaying the golden prompts as a first load does")
         replay_apart(folder, emulate=verified == "cpu")
+    if order.request.report is not None and text is not None:
+        finished = _add_page(order, folder, finished, weights, text.ids, judged.losses)
     return finished
+
+
+def _add_page(
+    order: Order,
+    folder: Path,
+    manifest: Manifest,
+    weights: Calibrated,
+    ids: NDArray[np.int64],
+    losses: tuple[Loss, ...],
+) -> Manifest:
+    """Write :data:`QUALITY_PAGE` into a finished bundle, and list it in the manifest."""
+    assert manifest.quality is not None and order.request.report is not None
+    layers = _layer_errors(order, folder, manifest, weights, ids[:, :KL_TOKENS], kl=True)
+    measured, better = Evaluation(manifest.quality, losses), list_better(folder, manifest)
+    page = render(manifest, measured, layers, better, order.request.report)
+    (folder / QUALITY_PAGE).write_text(page, encoding="utf-8")
+    listed = replace(manifest, files={**manifest.files, **file_entries(folder, [QUALITY_PAGE])})
+    write_manifest(listed, folder)
+    return listed
 
 
 def _run_long_prompt(order: Order, folder: Path, model: Generator, verified: str) -> tuple[GoldenPrompt, ...]:
@@ -113,14 +137,14 @@ def _run_long_prompt(order: Order, folder: Path, model: Generator, verified: str
 
 
 def _layer_errors(
-    order: Order, folder: Path, manifest: Manifest, weights: Calibrated, ids: NDArray[np.int64]
+    order: Order, folder: Path, manifest: Manifest, weights: Calibrated, ids: NDArray[np.int64], kl: bool = False
 ) -> tuple[LayerError, ...]:
     """Errors of the layers; of a graph for a GPU, computed in float32 like the reference."""
     with TemporaryDirectory(prefix=".float32.", dir=folder) as work:
         if order.target.has_gpu:
             folder = _in_float32(order, Path(work), manifest, weights)
             manifest = read_bundle(folder)
-        return layer_errors(folder, manifest, Reference(order.source), ids[:WINDOWS], order.progress)
+        return layer_errors(folder, manifest, Reference(order.source), ids[:WINDOWS], order.progress, kl=kl)
 
 
 def _open_model(

@@ -1,4 +1,5 @@
-"""The loss of quality by layer: each layer's own error.
+"""The loss of quality by layer: each layer's own error, and the KL of the model in which only that layer is the
+bundle's.
 
 The bundle's graphs are cut at their ``hidden.{i}`` values, and each part gets the unquantized model's inputs.
 The decode path runs token by token. One layer is in memory at a time.
@@ -6,7 +7,7 @@ The decode path runs token by token. One layer is in memory at a time.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from llmc.bundle.contract import INPUTS
 from llmc.bundle.model.kinds import takes_whole_texts
 from llmc.bundle.model.names import EMBEDDING, HEAD
 from llmc.errors import BundleError
+from llmc.optimize.judge.quality import compare
 from llmc.optimize.judge.reference import Float, Ids, LayerCalls, Reference, complete_feeds, empty_caches, open_part
 from llmc.optimize.lower.onnxruntime.norms import KERNELS
 from llmc.optimize.progress import Progress, make_counter, silent
@@ -28,6 +30,8 @@ from llmc.runtime.sessions.onnxruntime.cpu import translate_errors
 
 # Windows: the decode path takes one call per token and layer, and one window suffices to compare layers.
 WINDOWS = 1
+# Tokens of that window for KL by layer, for which the unquantized model's later layers run once for each layer.
+KL_TOKENS = 128
 SMALLEST = 1e-20  # least noise to signal, 200 dB: float32 has about 1e-14
 UNFUSED = {fused: norm for norm, fused in KERNELS.values()}
 
@@ -41,6 +45,9 @@ class LayerError:
     # power of the error over the power of the part's own addition to the hidden state; for the head, over the power of
     # its logits without their mean, which softmax ignores
     noise_to_signal: float
+    # mean KL(reference || other) in nats, where the other is the unquantized model with the bundle's output of this
+    # part; caches that later layers share stay the unquantized model's. None if it was not measured
+    mean_kl: float | None = None
 
     @property
     def decibels(self) -> float:
@@ -49,30 +56,48 @@ class LayerError:
 
 
 def layer_errors(
-    folder: Path, manifest: Manifest, reference: Reference, windows: Ids, progress: Progress = silent
+    folder: Path,
+    manifest: Manifest,
+    reference: Reference,
+    windows: Ids,
+    progress: Progress = silent,
+    *,
+    kl: bool = False,
 ) -> tuple[LayerError, ...]:
-    """Errors of the embedding, each layer and the head, in both paths, on windows of tokens [n, W]."""
+    """Errors of the embedding, each layer and the head, in both paths, on windows of tokens [n, W].
+
+    ``kl`` measures :attr:`LayerError.mean_kl`, too: the unquantized model's weights are still read once, but a model
+    of L layers computes as many tokens as L + 1 runs through it for both paths together.
+    """
     layers = manifest.geometry.layers
     graphs = {phase: _Graph(folder, manifest.graphs[phase.value].file, manifest) for phase in Phase}
     done = make_counter(progress, "measuring the error of each layer", layers + 2)
     errors: list[LayerError] = []
+    variants: list[LayerCalls] = []  # for each error but the head's: the unquantized model after that part
     calls = LayerCalls(reference, windows)
     before = calls.hidden
     for phase, graph in graphs.items():
         got = graph.embed(windows)
         errors.append(_error(EMBEDDING, phase, got, before, before))
+        variants += [LayerCalls(reference, windows, got)] if kl else []
     done()
     for layer in range(layers):
-        more = calls.more(layer)
-        after = calls.advance(layer)
+        per_layer = calls.per_layer(layer)
+        more = calls.more(layer, per_layer)
+        after = calls.advance(layer, per_layer)
+        for number, variant in enumerate(variants):  # the embedding's have inputs of their own for each layer
+            variant.advance(layer, per_layer if number >= len(graphs) else None)
         for phase, graph in graphs.items():
             got = graph.layer(layer, before, windows, phase, more)
             errors.append(_error(f"model.layers.{layer}", phase, got, after, after - before))
+            variants += [calls.fork(got)] if kl else []
         before = after
         done()
-    errors += [_head_error(graph, phase, reference, before, windows) for phase, graph in graphs.items()]
+    heads, means = _judge_heads(graphs, reference, before, windows, variants)
     done()
-    return tuple(errors)
+    if not kl:
+        return (*errors, *heads)
+    return tuple(replace(error, mean_kl=mean) for error, mean in zip([*errors, *heads], means, strict=True))
 
 
 def _error(name: str, phase: Phase, got: Float, wanted: Float, added: Float) -> LayerError:
@@ -81,14 +106,28 @@ def _error(name: str, phase: Phase, got: Float, wanted: Float, added: Float) -> 
     return LayerError(name, phase.value, noise / max(signal, SMALLEST))
 
 
-def _head_error(graph: "_Graph", phase: Phase, reference: Reference, hidden: Float, windows: Ids) -> LayerError:
-    """The head's error on hidden states [n, S, H], one window at a time, since logits are large."""
-    noise = signal = 0.0
-    for row, ids in zip(hidden, windows, strict=True):
-        wanted = reference.project(reference.last_norm(row[None])[0])
-        noise += _power(graph.head(row[None], ids[None], phase) - wanted)
+def _judge_heads(
+    graphs: dict[Phase, "_Graph"], reference: Reference, hidden: Float, windows: Ids, variants: Sequence[LayerCalls]
+) -> tuple[list[LayerError], list[float]]:
+    """Errors of the heads on last hidden states [n, S, H]; mean KL of each variant, and with each of these heads."""
+    noise, signal = dict.fromkeys(graphs, 0.0), 0.0
+    kls: list[list[float]] = [[] for _ in (*variants, *graphs)]
+    for row, ids in enumerate(windows):  # one window at a time, since logits are large
+        wanted = _logits(reference, hidden[row])
         signal += _power(wanted)
-    return LayerError(HEAD, phase.value, noise / max(signal, SMALLEST))
+        for number, variant in enumerate(variants):
+            kls[number] += compare(wanted, _logits(reference, variant.hidden[row]))[0].tolist()
+        for number, (phase, graph) in enumerate(graphs.items(), len(variants)):
+            got = graph.head(hidden[row][None], ids[None], phase)
+            noise[phase] += _power(got - wanted)
+            kls[number] += compare(wanted, got)[0].tolist()
+    errors = [LayerError(HEAD, phase.value, power / max(signal, SMALLEST)) for phase, power in noise.items()]
+    return errors, [float(np.mean(each)) for each in kls]
+
+
+def _logits(reference: Reference, hidden: Float) -> Float:
+    """The unquantized model's logits [S, V] of last hidden states [S, H]."""
+    return reference.project(reference.last_norm(hidden[None])[0])
 
 
 def _power(logits: Float) -> float:

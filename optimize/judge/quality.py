@@ -31,11 +31,12 @@ class Tally:
         self._nll += negative_log_likelihood(logits, targets)
         self._predicted += len(targets)
 
-    def compare(self, reference: Float, candidate: Float) -> None:
-        """Add the comparison of logits [n, V] with the reference's."""
+    def compare(self, reference: Float, candidate: Float) -> Double:
+        """Add the comparison of logits [n, V] with the reference's; return the KL in nats of each position, [n]."""
         kl, same = compare(reference, candidate)
         self._kl.append(kl)
         self._same.append(same)
+        return kl
 
     @property
     def kl(self) -> Double:

@@ -4,6 +4,7 @@ The portable decoder is cut at its ``hidden.{i}`` values and each layer runs alo
 about one layer in float32. The embedding is read by rows, the head multiplied in pieces.
 """
 
+import copy
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -162,30 +163,46 @@ class Reference:
 class LayerCalls:
     """A group of tokens [B, S] on its way through the layers, with what later layers read of earlier ones."""
 
-    def __init__(self, reference: Reference, ids: Ids) -> None:
+    def __init__(self, reference: Reference, ids: Ids, embedded: Float | None = None) -> None:
+        """``embedded``: embeddings [B, S, H] in place of the reference's own."""
         self._reference, self._ids = reference, ids
-        self.hidden = self._embedded = reference._embed(ids)
+        self.hidden = self._embedded = reference._embed(ids) if embedded is None else embedded
         self._kept: dict[str, Float] = {}
 
-    def advance(self, layer: int) -> Float:
-        """Hidden states [B, S, H] after the next layer."""
+    def fork(self, hidden: Float) -> "LayerCalls":
+        """The same calls with other hidden states [B, S, H]; caches of the layers so far are kept."""
+        other = copy.copy(self)
+        other.hidden, other._kept = hidden, dict(self._kept)
+        return other
+
+    def advance(self, layer: int, per_layer: Mapping[str, Any] | None = None) -> Float:
+        """Hidden states [B, S, H] after the next layer. ``per_layer``: its inputs, if they are computed already."""
         geometry = self._reference.manifest.geometry
         shared = {name for item in geometry.attentions for name in [item.cache] if not item.writes}
         written = [name for cache in geometry.caches_of(layer) if cache.name in shared for name in cache.outputs]
         rows, tokens = self._ids.shape
         pasts = empty_caches(geometry.caches_of(layer), rows, tokens, "float32")
-        feeds = {f"hidden.{layer}": self.hidden, **self._reference._feed(self.hidden), **self.more(layer), **pasts}
+        feeds = {
+            f"hidden.{layer}": self.hidden,
+            **self._reference._feed(self.hidden),
+            **self.more(layer, per_layer),
+            **pasts,
+        }
         self.hidden, *kept = self._reference._run_all(feeds, [f"hidden.{layer + 1}", *written])
         self._kept |= dict(zip(written, kept, strict=True))
         return self.hidden
 
-    def more(self, layer: int) -> dict[str, Any]:
+    def per_layer(self, layer: int) -> dict[str, Any]:
+        """Inputs that the model computes for each layer from tokens and embeddings."""
+        if not self._reference.manifest.geometry.per_layer:
+            return {}
+        name, known = f"per_layer.{layer}", self._reference.look_up(PER_LAYER, self._ids)
+        return {name: self._reference._run({**known, "hidden.0": self._embedded}, name)}
+
+    def more(self, layer: int, per_layer: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return what the layer reads beside hidden states and caches of its own."""
-        geometry, inputs = self._reference.manifest.geometry, dict[str, Any]()
-        if geometry.per_layer:
-            name, known = f"per_layer.{layer}", self._reference.look_up(PER_LAYER, self._ids)
-            inputs[name] = self._reference._run({**known, "hidden.0": self._embedded}, name)
-        for cache in geometry.source_of(layer):
+        inputs = dict(self.per_layer(layer) if per_layer is None else per_layer)
+        for cache in self._reference.manifest.geometry.source_of(layer):
             inputs |= {name: self._kept[name] for name in cache.outputs}
         return inputs
 

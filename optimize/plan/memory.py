@@ -12,7 +12,7 @@ from llmc.bundle import CACHE_BYTES, Geometry, Limits, Manifest, MemoryPlan, Par
 from llmc.bundle.model.experts import Experts
 from llmc.bundle.model.linear import Linear
 from llmc.bundle.model.names import EMBEDDING, HEAD, PER_LAYER
-from llmc.optimize.judge.evaluate import WINDOW
+from llmc.optimize.calibrate.text import JUDGED_WINDOW
 from llmc.optimize.lower.context import Mxfp4, QuantConfig, choose_table_config, quant_configs, shares_head
 from llmc.optimize.plan.adapters import count_opened_bytes, plan_factors
 from llmc.optimize.plan.sizes import (
@@ -162,7 +162,9 @@ def plan_build(
     if device is not None:
         steps = [_estimate_quantizing(geometry, recipe), _engine(device, recipe, one_memory)]
     else:
-        judging = _estimate_judging(geometry, recipe, limits, tokenizer_bytes, WINDOW if judged else GOLDEN_TOKENS)
+        judging = _estimate_judging(
+            geometry, recipe, limits, tokenizer_bytes, JUDGED_WINDOW if judged else GOLDEN_TOKENS
+        )
         steps = [_estimate_quantizing(geometry, recipe), judging]
     if needs_calibration(recipe):  # torch stays in memory after it
         steps = [{**step, "torch": TORCH} for step in steps]

@@ -163,6 +163,9 @@ class BuildRequest(Request):
     draft_head: Path | None = None  # export of the draft head that the bundle gives its hidden states to
     stages: tuple[int, ...] | None = None  # bytes of the box of each stage that the model is cut into, or zeros
     text: Path | None = None  # plain text, or chats as JSONL, that quality is judged on; default: one of llmc's
+    # write quality.html into the bundle: figures by phase, layer and position; the text is the command line that the
+    # page names, and may be empty
+    report: str | None = None
     memory: int | None = None  # bytes that building may take; default: what is available
     force: bool = False  # replace an existing bundle
 
@@ -184,7 +187,7 @@ class BuildRequest(Request):
     @property
     def judged(self) -> bool:
         """True if quality is judged on a text."""
-        return self.text is not None or bool(self.budget)
+        return self.text is not None or self.report is not None or bool(self.budget)
 
     def filled(self) -> "BuildRequest":
         """This request with what it leaves open taken from its recipe.
@@ -194,7 +197,7 @@ class BuildRequest(Request):
         return self.over(read_recipe(self.recipe) if isinstance(self.recipe, Path) else self.recipe)
 
     def features(self, target: Capabilities) -> list[str]:
-        options = ("calibration", "samples", "length", "draft_head", "stages", "text")
+        options = ("calibration", "samples", "length", "draft_head", "stages", "text", "report")
         return [*super().features(target), *(name for name in options if getattr(self, name) not in (None, ()))]
 
 

@@ -82,6 +82,12 @@ def test_a_budget_and_a_calibration_reach_the_library(llmc, library: Any, export
     assert (built["calibration"], built["samples"], built["length"]) == (tmp_path / "mine.txt", 3, 77)
 
 
+def test_a_report_names_the_command(llmc, library: Any, export_folder: Path):
+    for options in ((), ("--report",)):
+        assert llmc("build", export_folder, "-o", "an out", *options).code == 0
+    assert [built["report"] for built in library.built] == [None, f"llmc build {export_folder} -o 'an out' --report"]
+
+
 # ---------------------------------------------------------------------------------------------------- sizes and recipes
 
 

@@ -8,7 +8,7 @@ import pytest
 from doubles.talking import FakeHandle, FakeModel, failing
 from PIL import Image
 
-from llmc.errors import RequestError, UsageError
+from llmc.errors import BundleError, RequestError, UsageError
 from llmc.runtime import load
 
 TALK = [
@@ -22,7 +22,7 @@ TALK = [
 def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
     fake = FakeModel()
     monkeypatch.setattr("llmc.runtime.load", fake.load)
-    monkeypatch.setattr("llmc.cli.options.refuse_other", lambda path: None)
+    monkeypatch.setattr("llmc.sources.built.find_bundle", lambda name, **_: Path(name))
     return fake
 
 
@@ -81,11 +81,54 @@ def test_clear_keeps_the_system_text_only(talk, model: FakeModel):
 def test_stats_show_the_last_answer_the_context_and_all_answers(talk, model: FakeModel):
     err = talk("/stats", "Hello", "/stats").err.splitlines()
     assert err[0] == "no answer yet"
-    assert err[1].startswith("prompt: 7 tokens")
-    assert err[2:] == [
-        "context: 9 of 128 tokens; messages: 2",
+    assert err[1:] == [
+        "9 of 128 tokens, 4.0 tokens/s, first token after 0.50 s; prompt 7 tokens; answer 2 tokens; ended by stop; "
+        "seed 42; 2 messages",
         "all answers: 6 tokens; 8 of 21 tokens of prompts were cached",
     ]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_status_line_follows_each_answer_on_stderr(talk, model: FakeModel, terminal: bool):
+    ran = talk("Hello", "Again", options=("--stats",), terminal=terminal)
+    assert ran.out == "ab\nab\n"
+    assert ran.err.count("9 of 128 tokens, 4.0 tokens/s, first token after 0.50 s") == 2
+
+
+# ------------------------------------------------------------------------------------------------------------ /model
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """Another bundle."""
+    folder = tmp_path / "other"
+    folder.mkdir()
+    (folder / "llmc.json").write_text("{}")
+    return folder
+
+
+def test_another_model_goes_on_with_the_conversation(talk, model: FakeModel, other: Path):
+    ran = talk("Hello", f"/model {other}", "Again", "/stats", "/model", options=("--threads", 3))
+    assert [Path(each["bundle"]).name for each in model.loads] == ["bundle", "other"]
+    assert model.loads[1] == {**model.loads[0], "bundle": str(other)}  # with the same options
+    assert model.events == ["load", "close", "load", "close"]  # never two at a time
+    assert model.asked[1] == [user("Hello"), assistant("ab"), user("Again")]
+    assert ran.err.splitlines().count("tiny answers, from tiny") == 2
+
+
+@pytest.mark.parametrize("error", [BundleError("weights.bin is corrupt"), KeyboardInterrupt()])
+def test_a_model_that_cannot_be_loaded_leaves_the_old_one(talk, model: FakeModel, other: Path, error: BaseException):
+    model.unloadable[other] = error
+    ran = talk("Hello", f"/model {other}", "Again", terminal=True)
+    assert model.asked[1] == [user("Hello"), assistant("ab"), user("Again")]
+    assert model.events == ["load", "close", "load", "load", "close"]
+    assert "error: " in ran.err
+
+
+def test_a_wrong_name_of_a_model_closes_nothing(talk, model: FakeModel, tmp_path: Path):
+    ran = talk(f"/model {tmp_path}/nothing", "Hello", terminal=True)
+    assert (model.events, len(model.asked)) == (["load", "close"], 1)
+    assert "error: " in ran.err
 
 
 def test_an_answer_that_cannot_be_streamed_is_printed_whole(talk, model: FakeModel):

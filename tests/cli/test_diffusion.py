@@ -13,9 +13,10 @@ def test_run_takes_its_parameters_and_refuses_others_by_name(llmc, diffusion_mod
     said = llmc(*asked, "--chat", "--diffusion-steps", 5)
     assert said.code == 0 and said.out.strip(), said.err
     stats = llmc(*asked, "--block-length", 8, "--diffusion-steps", 5, "--stats").err
-    said = r"prompt: 2 tokens; completion: 20 tokens in (.*) s \((.*) tok/s, prompt included\) and 5 calls \(4.0 .*\n"
-    found = re.fullmatch(said, stats)
-    assert found and 0 < float(found[2]) < 20 / (float(found[1]) - 0.001), stats  # one digit less than it prints
+    found = re.fullmatch(
+        r"22 of .* tokens, (.*) tokens/s with the prompt; prompt 2 tokens; answer 20 tokens in 5 calls; .*\n", stats
+    )
+    assert found and float(found[1]) > 0, stats
     refused = llmc(*asked, "--num-beams", 2)
     assert refused.code == 2 and "--num-beams is 2, which a diffusion model cannot have" in refused.err
 

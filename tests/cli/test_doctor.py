@@ -20,7 +20,7 @@ def shown(llmc, monkeypatch: pytest.MonkeyPatch, driver: Driver, bundle: Attempt
     targets = {"cpu": Outlook(WORKS, WORKS), "tensorrt": Outlook(LACKS, LACKS, defers=True)}
     found = Diagnosis("linux-x86_64", "3.12.3", this_machine(), "", driver, {"numpy": "2.4.6"}, targets, bundle)
     monkeypatch.setattr("llmc.runtime.diagnose.doctor.diagnose", lambda folder: found)
-    monkeypatch.setattr("llmc.cli.options.refuse_other", lambda path: None)
+    monkeypatch.setattr("llmc.sources.built.find_bundle", lambda name, **_: Path(name))
     ran = llmc("doctor", *([] if bundle is None else ["."]))
     assert (ran.code, ran.err) == (0, "")
     return ran.out

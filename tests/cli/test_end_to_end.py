@@ -53,7 +53,7 @@ def test_checkpoint_becomes_export_becomes_bundle_becomes_text(llmc, one_layer: 
     assert llmc("build", export, "-o", bundle, *how).code == 0
     ran = llmc("run", bundle, "-p", PROMPT, *GREEDY, "--ignore-eos", "--stats")
     assert ran.code == 0
-    assert "completion: 12 tokens" in ran.err
+    assert "answer 12 tokens" in ran.err
     report = json.loads(llmc("build", one_layer, "-o", at_once, *how, "--json").out)
     built = json.loads((bundle / "llmc.json").read_text())
     assert report["manifest"]["files"]["weights.bin"] == built["files"]["weights.bin"]

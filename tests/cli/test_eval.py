@@ -1,6 +1,7 @@
 """``llmc eval``: the figures in a table, and as JSON, and what it refuses."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,29 @@ def test_without_a_text_llmcs_own_is_used_and_said(llmc, tiny_bundle):
     assert report["mean_kl"] is report["reference_perplexity"] is report["greedy_match"] is None
 
 
-def test_layers_need_a_reference(llmc, tiny_bundle, text):
-    ran = llmc("eval", tiny_bundle, "--text", text, "--layers")
+def test_a_report_has_the_numbers_of_the_json(llmc, tiny_bundle, tiny_export, text, tmp_path):
+    page = tmp_path / "quality.html"
+    page.write_text("an older one")
+    asked = ("eval", tiny_bundle, "--text", text, "--reference", tiny_export, *LIMITS, "--report", page)
+    report = json.loads(llmc(*asked, "--json").out)
+    shown = [float(value) for value in re.findall(r'<data value="(.*?)">', page.read_text(encoding="utf-8"))]
+    numbers = [value for path in report["phases"].values() for value in path.values()]
+    numbers += [each["mean_kl"] for each in report["layers"]] + [each["kl"] for each in report["losses"]]
+    numbers += [each["bytes"] for each in report["better"]]
+    assert len(report["layers"]) == 2 * 8 and len(report["losses"]) == 2 * 8 and report["better"]
+    assert set(numbers) <= set(shown)
+    assert f"--report {page}" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("option", [("--layers",), ("--report", "quality.html")])
+def test_layers_and_a_report_need_a_reference(llmc, tiny_bundle, text, option):
+    ran = llmc("eval", tiny_bundle, "--text", text, *option)
     assert ran.code == 2
     assert "--reference" in ran.err
+
+
+def test_a_report_goes_neither_into_the_bundle_nor_over_other_kinds_of_files(llmc, tiny_bundle, tiny_export, tmp_path):
+    for path in (tiny_bundle / "quality.html", tmp_path / "notes.txt", tmp_path / "no" / "quality.html"):
+        ran = llmc("eval", tiny_bundle, "--reference", tiny_export, "--report", path)
+        assert (ran.code, path.exists()) == (2, False)
+        assert "--report is " in ran.err

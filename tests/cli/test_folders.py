@@ -1,63 +1,83 @@
-"""An export or a checkpoint in the place of a bundle: every verb says which it is and how to build one."""
+"""Every verb takes every source; what it cannot use is refused by name."""
 
 from pathlib import Path
 
 import pytest
 
-VERBS = [("run", "-p", "x"), ("chat",), ("bench",), ("eval",), ("verify",)]
+from llmc.errors import LlmcError
+
+RUNNING = ["run", "chat", "bench", "eval", "verify", "embed", "rank", "doctor", "serve"]
+READING = ["inspect", "plan", "export", "build"]
+REST = {"rank": ["query"], "export": ["-o", "OUT"], "build": ["-o", "OUT"]}
 
 
 @pytest.fixture
-def unbuilt(tmp_path: Path) -> dict[str, Path]:
-    """An export and a checkpoint, as far as names of files tell."""
-    for folder, names in (("export", ("export.json", "config.json")), ("checkpoint", ("config.json",))):
+def sources(tmp_path: Path) -> dict[str, str]:
+    """A source of each kind, as far as names of files tell."""
+    for folder, names in {
+        "bundle": ("llmc.json",),
+        "export": ("export.json", "config.json"),
+        "checkpoint": ("config.json",),
+        "adapter": ("adapter_config.json",),
+    }.items():
         (tmp_path / folder).mkdir()
         for name in names:
             (tmp_path / folder / name).write_text("{}")
-    return {"an export": tmp_path / "export", "a checkpoint": tmp_path / "checkpoint"}
+    (tmp_path / "model.gguf").touch()
+    folders = {name: str(tmp_path / name) for name in ("bundle", "export", "checkpoint", "adapter")}
+    return {**folders, "gguf": str(tmp_path / "model.gguf"), "hub": "org/name:Q4_K_M"}
 
 
-@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: " ".join(map(str, verb)))
-def test_what_has_yet_to_be_built_is_named_with_the_command(llmc, unbuilt: dict[str, Path], verb: tuple):
-    for kind, folder in unbuilt.items():
-        ran = llmc(verb[0], folder, *verb[1:])
-        expected = f"{folder} is {kind}, expected a bundle; build one with: llmc build {folder} -o BUNDLE"
-        assert (ran.code, ran.out, ran.err) == (2, "", f"llmc: error: {expected}\n")
+@pytest.mark.parametrize("verb", [*RUNNING, *READING])
+def test_every_verb_hands_any_source_to_the_one_resolver(
+    llmc, sources: dict[str, str], monkeypatch: pytest.MonkeyPatch, verb: str
+):
+    def take(name: str | Path, offline: bool | None = None, **_: object) -> None:
+        raise LlmcError(f"asked for {name}, offline {offline}")
+
+    monkeypatch.setattr("llmc.sources.built.find_bundle", take)
+    monkeypatch.setattr("llmc.cli.options.locate", take)
+    for name in sources.values():
+        for flags, offline in (([], None), (["--offline"], True)):
+            ran = llmc(verb, name, *REST.get(verb, []), *flags)
+            assert (ran.code, ran.out) == (1, "")
+            assert ran.err == f"llmc: error: asked for {name}, offline {offline}\n"
 
 
-@pytest.mark.parametrize("order", [("export",), ("build",), ("plan",), ("inspect",)], ids=lambda order: order[0])
-def test_an_adapter_is_refused_by_name_beside_base_weights_and_alone(llmc, unbuilt, tmp_path: Path, order: tuple):
-    (tmp_path / "alone").mkdir()
-    for folder, words in (
-        (unbuilt["a checkpoint"], "an adapter, which llmc would"),
-        (tmp_path / "alone", "not a whole"),
-    ):
-        (folder / "adapter_config.json").write_text("{}")
-        ran = llmc(*order, folder, *(("-o", tmp_path / "out") if order[0] in ("export", "build") else ()))
-        assert (ran.code, ran.out) == (1, "") and words in ran.err and "export its base model with it" in ran.err
-
-
-def test_a_damaged_bundle_and_any_other_folder_are_for_the_reader_of_bundles(llmc, tmp_path: Path):
-    assert "no llmc.json here" in llmc("verify", tmp_path).err
-    for name in ("llmc.json", "export.json"):
-        (tmp_path / name).write_text("{}")
-    assert "llmc.json is corrupt" in llmc("verify", tmp_path).err
+def test_the_source_is_looked_for_after_the_whole_line_is_understood(llmc, sources: dict[str, str]):
+    ran = llmc("run", sources["checkpoint"], "--max-batch", "0")
+    assert (ran.code, "--max-batch" in ran.err) == (2, True)
 
 
 @pytest.mark.parametrize(
-    ("order", "expected"),
+    ("order", "said"),
     [
-        (("build", "BUNDLE", "-o", "OUT"), "an export or a checkpoint"),
-        (("eval", "BUNDLE", "--reference", "BUNDLE"), "an export"),
-        (("export", "BUNDLE", "-o", "OUT"), "a checkpoint"),
+        ("build BUNDLE -o OUT", "is a bundle, expected an export or a checkpoint or a GGUF file"),
+        ("export BUNDLE -o OUT", "is a bundle, expected a checkpoint or a GGUF file; give what it was made from"),
+        ("export EXPORT -o OUT", "is an export, expected a checkpoint or a GGUF file"),
+        ("adapter add CHECKPOINT ADAPTER --name a", "is a checkpoint, expected a bundle; build one with --adapters"),
+        ("eval BUNDLE --reference BUNDLE", "no export.json here"),
     ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_a_bundle_in_the_place_of_what_it_was_built_from_is_named(
-    llmc, tiny_bundle: Path, tmp_path: Path, order: tuple[str, ...], expected: str
+def test_a_source_of_a_kind_that_a_verb_cannot_use_is_named(
+    llmc, tiny_bundle: Path, sources: dict[str, str], tmp_path: Path, order: str, said: str
 ):
-    paths = {"BUNDLE": tiny_bundle, "OUT": tmp_path / "out"}
-    ran = llmc(*(paths.get(word, word) for word in order))
-    assert (ran.code, ran.out) == (1, "")
-    assert ran.err.endswith(f"{tiny_bundle} is a bundle, expected {expected}; give what it was built from\n")
+    names = {name.upper(): path for name, path in sources.items()}
+    names |= {"BUNDLE": str(tiny_bundle), "OUT": str(tmp_path / "out")}
+    ran = llmc(*(names.get(word, word) for word in order.split()))
+    assert (ran.code, ran.out) == (1 if "reference" in order else 2, "") and said in ran.err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("verb", [*READING, "run"])
+def test_an_adapter_is_refused_by_name_beside_base_weights_and_alone(
+    llmc, sources: dict[str, str], tmp_path: Path, verb: str
+):
+    (tmp_path / "checkpoint" / "adapter_config.json").write_text("{}")
+    for folder, words in ((sources["checkpoint"], "an adapter, which llmc would"), (sources["adapter"], "not a whole")):
+        ran = llmc(verb, folder, *(["-o", tmp_path / "out"] if verb in ("export", "build") else []), stdin=b"x")
+        assert (ran.code, ran.out) == (1, "") and words in ran.err and "export its base model with it" in ran.err
+
+
+def test_a_damaged_bundle_is_for_the_reader_of_bundles(llmc, sources: dict[str, str]):
+    assert "llmc.json is corrupt" in llmc("verify", sources["bundle"]).err

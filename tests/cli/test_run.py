@@ -25,7 +25,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(SamplingParams)}
 def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
     fake = FakeModel()
     monkeypatch.setattr("llmc.runtime.load", fake.load)
-    monkeypatch.setattr("llmc.cli.options.refuse_other", lambda path: None)
+    monkeypatch.setattr("llmc.sources.built.find_bundle", lambda name, **_: Path(name))
     limits = SimpleNamespace(limits=SimpleNamespace(max_context=128))
     monkeypatch.setattr("llmc.cli.run.read_bundle", lambda bundle: limits)
     return fake
@@ -225,8 +225,8 @@ def test_stats_go_to_stderr(llmc, model: FakeModel, tmp_path: Path):
     ran = llmc("run", tmp_path, "-p", "Once", "--stats")
     assert ran.out == "ab\n"
     assert ran.err == (
-        "prompt: 7 tokens, first token after 0.500 s (14.0 tok/s); completion: 2 tokens, 250.00 ms each (4.0 tok/s); "
-        "ended by stop; seed 42\n"
+        "9 of 128 tokens, 4.0 tokens/s, first token after 0.50 s; prompt 7 tokens; answer 2 tokens; ended by stop; "
+        "seed 42\n"
     )
 
 

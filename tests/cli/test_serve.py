@@ -13,7 +13,7 @@ from llmc.runtime.server.config import ServerConfig
 def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
     """The settings that the service was started with, and no service."""
     found: list[ServerConfig] = []
-    monkeypatch.setattr("llmc.cli.options.refuse_other", lambda path: None)
+    monkeypatch.setattr("llmc.sources.built.find_bundle", lambda name, **_: Path(name))
     monkeypatch.setitem(sys.modules, "llmc.runtime.server.run", SimpleNamespace(serve=found.append))
     return found
 
@@ -27,7 +27,7 @@ def test_flags_are_the_settings(llmc, served: list[ServerConfig]):
     assert ran.code == 0, ran.err
     (config,) = served
     assert config == ServerConfig(
-        models={"small": Path("a/b"), "large": Path("c/large")},
+        models={"small": Path("a/b"), "c/large": Path("c/large")},
         port=0,
         max_body_bytes=1 << 20,
         response_store_bytes=0,
@@ -62,8 +62,8 @@ def test_flags_go_before_the_file(llmc, served: list[ServerConfig], tmp_path: Pa
         (["--config", "none.toml"], "'none.toml' does not exist"),
         (["a=x", "a=y"], "BUNDLES has the name 'a' twice"),
         (["a b=x"], "models has the name 'a b', expected letters, digits and . _ : / + @ -"),
-        ([""], "BUNDLES has '', which names no folder"),
-        (["a="], "BUNDLES has 'a=', which names no folder"),
+        ([""], "BUNDLES has '', which names no model"),
+        (["a="], "BUNDLES has 'a=', which names no model"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_the_flag(llmc, served: list[ServerConfig], arguments: list[str], message: str):

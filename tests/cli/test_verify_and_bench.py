@@ -52,7 +52,7 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return BENCHMARK
 
     monkeypatch.setattr("llmc.runtime.bench.benchmark.benchmark", benchmark)
-    monkeypatch.setattr("llmc.cli.options.refuse_other", lambda path: None)
+    monkeypatch.setattr("llmc.sources.built.find_bundle", lambda name, **_: Path(name))
     return calls
 
 
@@ -66,7 +66,7 @@ def verifications(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return VerifyReport(files=6, prompts=4, tokens=64, equal_tokens=63, largest_difference=9.5e-7)
 
     monkeypatch.setattr("llmc.runtime.loading.verify", verify)
-    monkeypatch.setattr("llmc.cli.options.refuse_other", lambda path: None)
+    monkeypatch.setattr("llmc.sources.built.find_bundle", lambda name, **_: Path(name))
     generates = SimpleNamespace(geometry=SimpleNamespace(encoder=None))
     monkeypatch.setattr("llmc.cli.verify.read_bundle", lambda _: generates)
     return calls

@@ -8,6 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from doubles.shared import shared
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,18 +33,18 @@ def rooms(top_level: list[Path]) -> list[Path]:
 
 
 @pytest.fixture(scope="session")
-def wheel(
-    root: Path, tmp_path_factory: pytest.TempPathFactory, top_level: list[Path], rooms: list[Path]
-) -> zipfile.ZipFile:
+def wheel(root, tmp_path_factory, top_level, rooms) -> zipfile.ZipFile:
     """The wheel, built from a copy so that no build folder appears in the tree."""
-    out = tmp_path_factory.mktemp("wheel")
-    copy = out / "source"
-    copy.mkdir()
-    for path in top_level:
-        if path.is_file():
-            shutil.copy(path, copy)
-    for room in [*rooms, root / "recipes"]:
-        shutil.copytree(room, copy / room.name, ignore=shutil.ignore_patterns("__pycache__", "tiny", "benchmarks"))
-    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, str(out)], cwd=copy, check=True, capture_output=True)
-    return zipfile.ZipFile(next(out.glob("*.whl")))
+
+    def make(out: Path) -> None:
+        copy = out / "source"
+        copy.mkdir()
+        for path in top_level:
+            if path.is_file():
+                shutil.copy(path, copy)
+        for room in [*rooms, root / "recipes"]:
+            shutil.copytree(room, copy / room.name, ignore=shutil.ignore_patterns("__pycache__", "tiny", "benchmarks"))
+        build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+        subprocess.run([sys.executable, "-c", build, str(out)], cwd=copy, check=True, capture_output=True)
+
+    return zipfile.ZipFile(next(shared(tmp_path_factory, "wheel", make).glob("*.whl")))

@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from doubles.shared import shared
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -92,25 +93,32 @@ def owners() -> Counter[str]:
     return Counter(top for each in metadata.distributions() for top in {file.parts[0] for file in each.files or ()})
 
 
-def linked(distribution: metadata.Distribution) -> set[str]:
+@cache
+def linked(name: str) -> set[str]:
     """What is linked of a distribution: folders that are its own, which have compiled modules, and else files."""
-    files = [file for file in distribution.files or () if not {"..", "__pycache__"} & set(file.parts)]
+    files = [file for file in metadata.files(name) or () if not {"..", "__pycache__"} & set(file.parts)]
     return {file.parts[0] if owners()[file.parts[0]] == 1 else str(file) for file in files}
 
 
-def environment(folder: Path, wheel: zipfile.ZipFile, extras: str) -> tuple[Path, metadata.Distribution]:
+@pytest.fixture(scope="module")
+def unpacked(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is in the wheel, unpacked once, so that Python compiles its modules once."""
+    return shared(tmp_path_factory, "unpacked", lambda folder: wheel.extractall(folder))
+
+
+def environment(folder: Path, unpacked: Path, extras: str) -> tuple[Path, metadata.Distribution]:
     """The interpreter of a new environment, and the wheel's distribution in it."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     packages = next(folder.glob("lib/python3*/site-packages"))
-    wheel.extractall(packages)
-    info = next(name for name in wheel.namelist() if name.endswith("/METADATA"))
-    own = metadata.PathDistribution(packages / Path(info).parent)
+    for path in unpacked.glob("llmc*"):
+        (packages / path.name).symlink_to(path)
+    own = metadata.PathDistribution(next(packages.glob("llmc*.dist-info")))
     requirements = declared(map(Requirement, own.requires or ()), with_nested(own, set(extras.split())))
     wanted = [each for each in requirements if each.name != own.name]
     found: dict[tuple[str, str], metadata.Distribution] = {}
     closure(iter(wanted), found)
     for distribution in found.values():
-        for name in linked(distribution):
+        for name in linked(distribution.name):
             place = packages / name
             place.parent.mkdir(parents=True, exist_ok=True)
             if not place.exists():
@@ -167,9 +175,9 @@ def serve(python: Path, words: list[str], home: Path) -> tuple[int, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("extras", EXTRAS, ids=lambda extras: extras or "none")
 def test_every_verb_works_or_names_the_extra_that_it_lacks(
-    extras: str, wheel: zipfile.ZipFile, tmp_path: Path, one_layer: Path, layer_export: Path, tiny_bundle: Path
+    extras, unpacked, tmp_path, one_layer, layer_export, tiny_bundle
 ):
-    python, own = environment(tmp_path / "environment", wheel, extras)
+    python, own = environment(tmp_path / "environment", unpacked, extras)
     held = with_nested(own, set(extras.split()))
     smaller = [other for each in EXTRAS if (other := with_nested(own, set(each.split()))) < held]
     places = {"CHECKPOINT": one_layer, "EXPORT": layer_export, "BUNDLE": tiny_bundle}

@@ -32,7 +32,7 @@ def page(root: Path) -> str:
     return (root / "recipes" / "gpu.md").read_text(encoding="utf-8")
 
 
-def test_every_listed_error_is_one_that_the_code_raises(page: str, root: Path):
+def test_every_listed_error_is_one_that_the_code_raises(page, root):
     quotes = listed(page)
     assert len(quotes) > 20
     assert unknown(quotes, messages(root)) == []

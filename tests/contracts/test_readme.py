@@ -21,9 +21,9 @@ def tree_in_readme(root: Path) -> dict[str, str]:
     return {name.strip(): description.strip() for name, _, description in parts}
 
 
-def test_tree_in_readme_equals_the_repository(tree_in_readme: dict[str, str], top_level: list[Path]):
+def test_tree_in_readme_equals_the_repository(tree_in_readme, top_level):
     assert set(tree_in_readme) == {path.name + "/" * path.is_dir() for path in top_level}
 
 
-def test_tree_in_readme_describes_every_folder(tree_in_readme: dict[str, str]):
+def test_tree_in_readme_describes_every_folder(tree_in_readme):
     assert [name for name, text in tree_in_readme.items() if name.endswith("/") and not text] == []

@@ -79,7 +79,7 @@ def python_blocks(text: str) -> list[str]:
     return [textwrap.dedent(block) for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)]
 
 
-def test_commands_and_flags_exist(page: Path):
+def test_commands_and_flags_exist(page):
     assert wrong_commands(page.read_text(encoding="utf-8")) == []
 
 
@@ -88,21 +88,21 @@ def test_a_command_or_flag_that_does_not_exist_would_be_seen():
     assert wrong_commands(planted) == ["plant", "build --int9", "run --tempreature"]
 
 
-def test_the_readme_shows_every_verb(root: Path):
+def test_the_readme_shows_every_verb(root):
     shown = {verb for verb, _ in commands((root / "README.md").read_text(encoding="utf-8"))}
     assert set(cli.list_commands(click.Context(cli))) <= shown
 
 
-def test_links_lead_to_files_and_headings(page: Path):
+def test_links_lead_to_files_and_headings(page):
     assert broken_links(page, page.read_text(encoding="utf-8")) == []
 
 
-def test_a_broken_link_would_be_seen(root: Path):
+def test_a_broken_link_would_be_seen(root):
     planted = "[a](runtime/README.md#no-such-heading) [b](nowhere.md) [c](#embed-it)"
     assert broken_links(root / "README.md", planted) == ["runtime/README.md#no-such-heading", "nowhere.md"]
 
 
-def test_python_in_the_readmes_runs(root: Path, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_python_in_the_readmes_runs(root, tiny_bundle, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with load(tiny_bundle) as model:
         for page in ("README.md", "runtime/README.md"):
@@ -110,7 +110,7 @@ def test_python_in_the_readmes_runs(root: Path, tiny_bundle: Path, tmp_path: Pat
                 exec(compile(block.replace('"BUNDLE"', repr(str(tiny_bundle))), page, "exec"), {"model": model})
 
 
-def test_the_service_of_the_runtimes_page_answers(root: Path, tiny_bundle: Path):
+def test_the_service_of_the_runtimes_page_answers(root, tiny_bundle):
     page = (root / "runtime" / "README.md").read_text(encoding="utf-8")
     block = next(block for block in python_blocks(page) if "FastAPI" in block)
     names: dict[str, Any] = {"__name__": "service"}

@@ -95,8 +95,6 @@ class FakeDriver:
         named = {"memory": self.blocks, "streams": self._streams, "graphs": self._graphs}
         return [name for name, kept in named.items() if kept]
 
-    # -------------------------------------------------------------------------------------------------- rules
-
     def _called(self, name: str) -> None:
         self._count += 1
         self.calls[name] += 1
@@ -158,8 +156,6 @@ class FakeDriver:
     def _forbid_in_capture(self, name: str) -> None:
         if self._capturing:
             raise GpuError(f"{name} failed (CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, 900); see llmc doctor")
-
-    # -------------------------------------------------------------------------------------------------- driver
 
     def activate(self) -> None:
         self._called("activate")

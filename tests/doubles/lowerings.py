@@ -136,9 +136,6 @@ def long_texts(session: Any, rows: int) -> dict[str, np.ndarray]:
     return {"text_lengths": np.full(rows, 1 << 10)} if "text_lengths" in names else {}
 
 
-# ---------------------------------------------------------------------------------- what quantized weights stand for
-
-
 def stood_for(array: np.ndarray, form: QuantConfig, compute: str) -> np.ndarray:
     """The weights that ``array`` becomes in a form: scales have the type of the activations."""
     match form:
@@ -179,9 +176,6 @@ def replace_weights(model: ir.Model, stored: Callable[[str, np.ndarray], np.ndar
         value.const_value, value.type = ir.tensor(array, name=name), ir.TensorType(ir.DataType.FLOAT)
         for reader, _ in value.uses():  # a Gather or Transpose hands the type on
             reader.outputs[0].type = value.type
-
-
-# ------------------------------------------------------------------------------------------------------- differences
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> float:

@@ -87,9 +87,6 @@ def words(values: np.ndarray, bits: int) -> np.ndarray:
     return np.bitwise_or.reduce(shifted, axis=2).astype(np.uint32).view(np.int32)
 
 
-# ------------------------------------------------------------------------------------------------------------ schemes
-
-
 def awq(matrix: Matrix) -> Tensors:
     """Eight outputs in a word, first the even ones of each eight, then the odd ones."""
 
@@ -190,9 +187,6 @@ SCHEMES = {
         {**_compressed_config(num_bits=8, strategy="channel"), "format": "int-quantized"},
     ),
 }
-
-
-# --------------------------------------------------------------------------------------------------------- checkpoints
 
 
 @dataclass(frozen=True)

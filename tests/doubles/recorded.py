@@ -29,7 +29,6 @@ LAYERS = {
     "RotaryEmbedding": "ROTARY_EMBEDDING",
     "RMSNormalization": "NORMALIZATION",
 }
-RTX_VERSION = "1.7.1.116"
 NO_KERNEL = "Error Code 1: Myelin (Attention operation was not supported by a dedicated kernel.)"
 # What timings begin with: those of this GPU, and of another one, which are refused.
 TIMED, TIMED_ELSEWHERE = b"timed here: ", b"timed elsewhere: "
@@ -153,9 +152,6 @@ def _bound(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     if any(name not in found and not names[i].endswith("=") for i, name in enumerate(plain)):
         return None
     return tuple(found[name] for name in plain if name in found)
-
-
-# ---------------------------------------------------------------------------------------------------- behaviours
 
 
 def new(name: str, **values: Any) -> Callable[..., Any]:

@@ -55,7 +55,9 @@ class FakeModel:
     """Takes notes.
 
     Attributes:
-        loaded: what it was loaded with.
+        loads: what it was loaded with, each time.
+        unloadable: errors of loading, by path.
+        events: ``load`` and ``close``, in order.
         asked: prompts as texts, and conversations as lists of messages.
         sampling: the parameters of each that were given.
         closed: whether it was.
@@ -69,7 +71,9 @@ class FakeModel:
         self.manifest = SimpleNamespace(source=SimpleNamespace(name="tiny"))
         snapshot = SimpleNamespace(output_tokens=6, prompt_tokens=21, prefix_hit_tokens=8)
         self.engine = SimpleNamespace(max_context=128, metrics=SimpleNamespace(snapshot=lambda: snapshot))
-        self.loaded: dict[str, Any] = {}
+        self.loads: list[dict[str, Any]] = []
+        self.unloadable: dict[Path, BaseException] = {}
+        self.events: list[str] = []
         self.asked: list[Any] = []
         self.sampling: list[dict[str, Any]] = []
         self.closed = False
@@ -78,8 +82,16 @@ class FakeModel:
         self.encode: Callable[[str], list[Any]] = lambda text: [len(text), False]
 
     def load(self, bundle: Path, **options: Any) -> "FakeModel":
-        self.loaded = {"bundle": bundle, **options}
+        self.loads.append({"bundle": bundle, **options})
+        self.events.append("load")
+        if error := self.unloadable.get(Path(bundle)):
+            raise error
         return self
+
+    @property
+    def loaded(self) -> dict[str, Any]:
+        """What it was loaded with last; empty if it was not."""
+        return self.loads[-1] if self.loads else {}
 
     def stream(self, prompt: str, **sampling: Any) -> FakeHandle:
         self.asked.append(prompt)
@@ -98,6 +110,10 @@ class FakeModel:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.events.append("close")
         self.closed = True
 
 

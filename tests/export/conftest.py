@@ -502,8 +502,6 @@ def onnxruntime_run() -> Callable[[Path], Run]:
     return open_graph
 
 
-# ------------------------------------------------------------------------------------- a checkpoint written by hand
-
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

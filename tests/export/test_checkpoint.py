@@ -36,9 +36,6 @@ def test_shards_are_read_through_their_index(checkpoint):
     assert len(found.files) == 2
 
 
-# ------------------------------------------------------------------------------------------------ files of the folder
-
-
 def gone(name: str):
     return lambda folder: (folder / name).unlink()
 
@@ -94,9 +91,6 @@ def test_an_adapter_alone_is_no_model(checkpoint):
     (checkpoint.folder / "config.json").unlink()
     (checkpoint.folder / WEIGHTS).rename(checkpoint.folder / "adapter_model.safetensors")
     refuses(checkpoint, "is an adapter (adapter_config.json), not a whole model; export its base model with it")
-
-
-# ------------------------------------------------------------------------------------------------ shards
 
 
 def test_a_missing_shard_is_named(checkpoint):
@@ -168,9 +162,6 @@ def test_an_index_that_disagrees_with_its_shards_is_refused(checkpoint):
     refuses(checkpoint, "holds lm_head.weight", "does not name")
 
 
-# ------------------------------------------------------------------------------------------------ tensors
-
-
 UP, BIAS = "model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"
 TENSORS = {
     "missing": ({UP: None}, [f"tensor {UP} is missing", "the 12 tensors of a llama decoder"]),
@@ -204,9 +195,6 @@ def test_a_tied_head_may_be_stored_only_as_the_embedding_itself(checkpoint):
     checkpoint.tensors["lm_head.weight"] = checkpoint.tensors["model.embed_tokens.weight"]
     checkpoint.write_weights()
     assert "lm_head.weight" not in read_checkpoint(checkpoint.folder).tensors
-
-
-# ------------------------------------------------------------------------------------------------ generation, identity
 
 
 def write_generation(checkpoint, **values) -> None:

@@ -29,7 +29,7 @@ def apart(found: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.abs(found - wanted).max())
 
 
-def test_logits_equal_transformers_whole_and_over_what_is_cached(checkpoint: Path, onnxruntime_run):
+def test_logits_equal_transformers_whole_and_over_what_is_cached(checkpoint, onnxruntime_run):
     config = read_checkpoint(checkpoint).config
     run, wanted = onnxruntime_run(Path(f"{checkpoint}-export")), diffusing.Transformers(checkpoint)(IDS)
     pasts = {name: np.zeros((1, 2, 24, 16), np.float32) for it in config.geometry.caches for name in it.inputs}
@@ -46,7 +46,7 @@ def test_logits_equal_transformers_whole_and_over_what_is_cached(checkpoint: Pat
     assert apart(call(5, 9, 9), wanted[5:9]) > 100 * LOGIT_TOLERANCE  # and tells whether it does
 
 
-def test_streamed_layers_and_plain_torch_equal_transformers(checkpoint: Path):
+def test_streamed_layers_and_plain_torch_equal_transformers(checkpoint):
     decoder = StreamedDecoder(Path(f"{checkpoint}-export"))
     with torch.no_grad():
         x = decoder.embed(torch.tensor([IDS]))
@@ -70,7 +70,7 @@ def test_streamed_layers_and_plain_torch_equal_transformers(checkpoint: Path):
         ("Dream", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, ["use_sliding_window"]),
     ],
 )
-def test_what_would_compute_something_else_is_refused(family, changes, words, diffusion_models: Path, tmp_path: Path):
+def test_what_would_compute_something_else_is_refused(family, changes, words, diffusion_models, tmp_path):
     folder = shutil.copytree(diffusion_models / family, tmp_path / "checkpoint")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))

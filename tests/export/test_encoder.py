@@ -74,9 +74,6 @@ def test_a_graph_embeds_ragged_rows_as_sentence_transformers_does(name, exported
     assert np.abs(found - encoders.embeddings(checkpoint, TEXTS)).max() <= TOLERANCE
 
 
-# ------------------------------------------------------------------------------------- each behaviour, and it dropped
-
-
 def eager(checkpoint: Path, change: Callable[[DecoderConfig], DecoderConfig] = lambda config: config) -> np.ndarray:
     """The torch module on the checkpoint's weights, with something changed."""
     import torch
@@ -137,9 +134,6 @@ def test_the_module_computes_what_its_graph_does(name, exported, onnxruntime_run
 def test_a_behaviour_that_is_dropped_is_seen(name, change, exported):
     checkpoint, _ = exported(name)
     assert np.abs(eager(checkpoint, change) - eager(checkpoint)).max() > 10 * TOLERANCE
-
-
-# ------------------------------------------------------------------------------------------------------------ refused
 
 
 def spoilt(file: str, **changes: Any) -> Callable[[Path], None]:

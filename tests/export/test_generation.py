@@ -81,22 +81,22 @@ NAMES = ("repetition_penalty", "suppress_tokens", "bad_words_ids", "no_repeat_ng
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_defaults_give_the_tokens_of_transformers(name: str) -> None:
+def test_defaults_give_the_tokens_of_transformers(name):
     values = defaults()[name]
     assert by_llmc(values) == by_transformers(values) != plain() == by_llmc({})
 
 
-def test_an_answer_ends_earlier_without_min_new_tokens() -> None:
+def test_an_answer_ends_earlier_without_min_new_tokens():
     assert len(by_llmc({"suppress_tokens": OTHERS})) < 9 <= len(by_llmc(defaults()["min_new_tokens"]))
 
 
-def test_a_requests_own_values_count_instead_as_in_transformers() -> None:
+def test_a_requests_own_values_count_instead_as_in_transformers():
     values, own = {"repetition_penalty": 1.3, "suppress_tokens": [plain()[0]]}, {"repetition_penalty": 1.05}
     assert by_llmc(values, **own, banned_tokens=[]) == by_transformers(values, **own, suppress_tokens=[])
     assert by_llmc(values, repetition_penalty=1.0, banned_tokens=[]) == plain()
 
 
-def test_every_key_of_transformers_is_honoured_or_noted_or_changes_no_token() -> None:
+def test_every_key_of_transformers_is_honoured_or_noted_or_changes_no_token():
     from transformers import GenerationConfig
 
     known = [name for name in vars(GenerationConfig()) if name not in ("eos_token_id", "bos_token_id", "do_sample")]
@@ -130,11 +130,11 @@ def test_every_key_of_transformers_is_honoured_or_noted_or_changes_no_token() ->
     ],
     ids=str,
 )
-def test_neutral_values_are_not_noted(values: dict[str, Any]) -> None:
+def test_neutral_values_are_not_noted(values):
     assert read(values) == read({})
 
 
-def test_what_is_left_out_is_noted_by_its_name() -> None:
+def test_what_is_left_out_is_noted_by_its_name():
     values = {"num_beams": 4, "max_new_tokens": 2048, "penalty\n\x1b[2J": {"a": 1}, "forced_bos_token_id": 0}
     assert read(values)[1] == [
         "generation_config.json: num_beams=4 is not supported and was left out",
@@ -146,19 +146,19 @@ def test_what_is_left_out_is_noted_by_its_name() -> None:
     assert len(notes) == 51 and notes[-1].endswith("4950 more keys are not supported and were left out")
 
 
-def test_tokens_beyond_the_models_rows_are_left_out_with_a_note() -> None:
+def test_tokens_beyond_the_models_rows_are_left_out_with_a_note():
     found, notes = read({"suppress_tokens": [3, VOCAB, 10**9], "bad_words_ids": [[3, VOCAB], [4]]})
     assert (found.banned_tokens, found.bad_words) == ((3,), ((4,),))
     assert [note.split(": ")[1] for note in notes] == ["suppress_tokens", "bad_words_ids"]
 
 
-def test_more_bad_words_than_a_request_may_have_are_left_out_with_a_note() -> None:
+def test_more_bad_words_than_a_request_may_have_are_left_out_with_a_note():
     found, notes = read({"bad_words_ids": [[3, 4]] * 1025})
     assert found.bad_words == () and "1025 sequences" in notes[0]
     SamplingParams.from_defaults(read({"bad_words_ids": [[3, 4]] * 1024, "suppress_tokens": [*range(VOCAB)]})[0])
 
 
-def test_a_file_that_transformers_writes_is_read_without_notes(tmp_path: Any) -> None:
+def test_a_file_that_transformers_writes_is_read_without_notes(tmp_path):
     from transformers import GenerationConfig
 
     config = GenerationConfig(do_sample=True, temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05)

@@ -105,9 +105,6 @@ def test_the_number_of_items_of_all_arrays_has_a_bound(tmp_path):
         read_header(tmp_path / "model.gguf")
 
 
-# ----------------------------------------------------------------------------------------------- whole files
-
-
 @pytest.fixture(scope="module")
 def folder(random_checkpoint) -> Path:
     return random_checkpoint("llama-llama3-rope-tied")
@@ -200,9 +197,6 @@ def test_blocks_of_no_numbers_are_named(random_checkpoint, tmp_path):
     weight = read_weights(export(path, tmp_path / "export").output)["model.layers.1.mlp.up_proj.weight"]
     with pytest.raises(CheckpointError, match=r"model.gguf: .*\.1\.mlp\.up_proj\.weight holds NaN or infinite weights"):
         rows_of(weight)
-
-
-# ----------------------------------------------------------------------------------------------- several files
 
 
 def test_a_model_in_several_files_is_read_together(folder, tmp_path):

@@ -43,8 +43,6 @@ def test_each_other_pre_tokenizer_would_be_noticed():
     assert len(set(same)) == len(same)
 
 
-# -------------------------------------------------------------------------------------------------- around a prompt
-
 WORDS: dict[str, Any] = {
     "model": "gpt2",
     "pre": "gpt-2",
@@ -106,8 +104,6 @@ def test_several_chat_templates_keep_their_names():
     found = rebuilt({**WORDS, **templates, "tokenizer.chat_templates": ["tool_use"]}).config["chat_template"]
     assert found == [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
 
-
-# --------------------------------------------------------------------------------------------------- what is refused
 
 PIECES: dict[str, Any] = {
     "model": "llama",

@@ -90,7 +90,7 @@ GROUPS = {"quant_method": "compressed-tensors", "config_groups": {FORGED: {"weig
     ],
     ids=["index", "shard", "quantization", "half a character", "dtype"],
 )
-def test_what_a_file_says_is_quoted_on_one_short_line(checkpoint, name: str, content: str):
+def test_what_a_file_says_is_quoted_on_one_short_line(checkpoint, name, content):
     if name == "model.safetensors.index.json":
         (checkpoint.folder / "model.safetensors").unlink()
     written = content.encode()

@@ -220,9 +220,6 @@ def test_layers_behind_the_last_one_are_left_out(random_checkpoint, tmp_path):
         assert "config.json: layers behind the last one, which predict further tokens, are left out" in found.notes
 
 
-# ---------------------------------------------------------------------------- planted errors: the tolerance can fail
-
-
 def window_off_by_one(model: ir.Model) -> None:
     for node in model.graph:
         if node.op_type == "CachedAttention":

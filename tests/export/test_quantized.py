@@ -109,9 +109,6 @@ def test_the_inventory_says_which_codes_there_are(case):
         assert found == (None if linear.layer is None else (grid.bits, grid.group or linear.inputs, grid.zeros))
 
 
-# ------------------------------------------------------------------------------------------------------------- float8
-
-
 def group_of(**weights):
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, **weights}
     return {
@@ -193,8 +190,6 @@ def test_a_stack_in_float8_without_fitting_scales_is_refused(tmp_path):
         with pytest.raises(CheckpointError, match=words):
             read_checkpoint(tmp_path)
 
-
-# ------------------------------------------------------------------------------------------------------------- configs
 
 WRITTEN = {
     "AwqConfig": {"bits": 4, "group_size": 32},

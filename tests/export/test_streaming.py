@@ -77,9 +77,6 @@ def test_a_planted_error_exceeds_the_tolerance(window_case):
     assert np.abs(logits.numpy() - window_case.reference(ids().numpy())).max() > LOGIT_TOLERANCE
 
 
-# ------------------------------------------------------------------------------------------------------------- refusals
-
-
 @pytest.fixture
 def export(window_case, tmp_path) -> Path:
     """A copy, to be broken."""

@@ -1,6 +1,5 @@
 """Models that also see: their text part is read, by each prefix of its tensors, and computes what transformers does."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -72,9 +71,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     )
 
 
-def test_the_text_part_computes_what_the_whole_computes_of_text(
-    checkpoint: Path, tmp_path: Path, onnxruntime_run: Callable[[Path], Callable[..., list[np.ndarray]]]
-):
+def test_the_text_part_computes_what_the_whole_computes_of_text(checkpoint, tmp_path, onnxruntime_run):
     import torch
     from transformers import AutoModelForImageTextToText
 
@@ -102,7 +99,7 @@ def test_the_text_part_computes_what_the_whole_computes_of_text(
 
 
 @pytest.mark.parametrize("checkpoint", ["gemma3"], indirect=True)  # others were always saved by the other prefix
-def test_tensors_are_known_by_both_prefixes_and_the_rest_is_left_out(checkpoint: Path, tmp_path: Path):
+def test_tensors_are_known_by_both_prefixes_and_the_rest_is_left_out(checkpoint, tmp_path):
     from safetensors.numpy import load_file, save_file
 
     stored = load_file(checkpoint / "model.safetensors")

@@ -118,9 +118,7 @@ def measure(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-def test_a_batch_of_texts_with_images_and_without_has_the_logits_of_transformers(
-    compute: Callable[..., list[np.ndarray]], expected: list[np.ndarray]
-):
+def test_a_batch_of_texts_with_images_and_without_has_the_logits_of_transformers(compute, expected):
     for found, wanted in zip(compute(), expected, strict=True):
         assert measure(found, wanted) < TOLERANCE
 
@@ -166,15 +164,13 @@ PLANTS += [(kind, "rows", see_forward_alone) for kind in towers.FAMILIES]
 
 
 @pytest.mark.parametrize(("kind", "plant"), [it[::2] for it in PLANTS], ids=[it[1] for it in PLANTS], indirect=["kind"])
-def test_the_tolerance_notices_a_planted_error(
-    compute: Callable[..., list[np.ndarray]], expected: list[np.ndarray], plant: Callable[..., None]
-):
+def test_the_tolerance_notices_a_planted_error(compute, expected, plant):
     assert measure(compute(plant)[0], expected[0]) > 10 * TOLERANCE
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # of PEFT
 @pytest.mark.parametrize("kind", ["smolvlm"], indirect=True)
-def test_an_adapter_changes_the_tower_too(checkpoint: Path, exported: Path, tmp_path: Path):
+def test_an_adapter_changes_the_tower_too(checkpoint, exported, tmp_path):
     import torch
 
     peft = pytest.importorskip("peft")
@@ -193,16 +189,13 @@ def test_an_adapter_changes_the_tower_too(checkpoint: Path, exported: Path, tmp_
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", TILED, indirect=True)
-def test_processors_of_both_layouts_are_read(kind: str, checkpoint: Path, tmp_path: Path, nested: bool):
+def test_processors_of_both_layouts_are_read(kind, checkpoint, tmp_path, nested):
     """Since transformers 5 one file holds the other."""
     folder, family = towers.copy_checkpoint(checkpoint, tmp_path), towers.FAMILIES[kind]
     if nested:
         (folder / "preprocessor_config.json").unlink()
         towers.write_json(folder / "processor_config.json", {**family.processor, "image_processor": family.images})
     assert read_checkpoint(folder).geometry.vision == read_checkpoint(checkpoint).geometry.vision
-
-
-# ------------------------------------------------------------------------------------------------------- refusals
 
 
 REFUSED = [
@@ -300,7 +293,7 @@ def change(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "file", "changes", "message"), WRONG, ids=[message[:30] for *_, message in WRONG], indirect=["kind"]
 )
-def test_what_is_not_understood_is_refused(checkpoint: Path, tmp_path: Path, file: str, changes: Any, message: str):
+def test_what_is_not_understood_is_refused(checkpoint, tmp_path, file, changes, message):
     folder = towers.copy_checkpoint(checkpoint, tmp_path)
     before = json.loads((folder / file).read_text())
     towers.write_json(folder / file, change(before, changes) if file == "config.json" else {**before, **changes})
@@ -309,7 +302,7 @@ def test_what_is_not_understood_is_refused(checkpoint: Path, tmp_path: Path, fil
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl"], indirect=True)
-def test_configs_as_published_are_read_as_those_that_transformers_writes(checkpoint: Path, tmp_path: Path):
+def test_configs_as_published_are_read_as_those_that_transformers_writes(checkpoint, tmp_path):
     """The text part's keys stand beside those of images, positions are called mrope, and sizes are pixels."""
     folder = towers.copy_checkpoint(checkpoint, tmp_path)
     config = json.loads((folder / "config.json").read_text())
@@ -337,7 +330,7 @@ def rename_published(name: str) -> str:
 
 @pytest.mark.parametrize("kind", ["gemma3"], indirect=True)
 @pytest.mark.parametrize("rename", [rename_new, rename_published])
-def test_names_of_all_ages_are_known(checkpoint: Path, tmp_path: Path, rename: Callable[[str], str]):
+def test_names_of_all_ages_are_known(checkpoint, tmp_path, rename):
     """Also a head for one vector of each image, which is left out."""
     from safetensors.numpy import load_file, save_file
 
@@ -349,7 +342,7 @@ def test_names_of_all_ages_are_known(checkpoint: Path, tmp_path: Path, rename: C
     assert shapes[0] == shapes[1]
 
 
-def test_a_checkpoint_without_its_processor_names_the_way_out(checkpoint: Path, tmp_path: Path):
+def test_a_checkpoint_without_its_processor_names_the_way_out(checkpoint, tmp_path):
     folder = towers.copy_checkpoint(checkpoint, tmp_path)
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(CheckpointError, match=r"no preprocessor_config.json, .*; get it, or .* with --text-only"):

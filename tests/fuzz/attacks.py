@@ -36,7 +36,6 @@ CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completion
 OLLAMA = "/api/chat"
 USER = {"role": "user", "content": "a"}
 TOOL = {"type": "function", "function": {"name": "f"}}
-FLAT = {"type": "function", "name": "f"}
 TOP = {"model": "tiny", "max_tokens": 1}
 CHATS: dict[str, Any] = {"messages": [USER], "max_tokens": 1}
 
@@ -127,11 +126,9 @@ def attacks() -> dict[str, Attack]:
     text: dict[str, Any] = {"prompt": "a", "max_tokens": 1}
     answer: dict[str, Any] = {"input": "a", "max_output_tokens": 1}
     anthropic: dict[str, Any] = {**TOP, "messages": [USER]}
-    # ------------------------------------------------------------------------------------------------- token ids
     ids = b"1," * VALUES
     add("ids and then a text", COMPLETIONS, lambda: b'{"prompt":[' + ids + b'"x"]}')
     add("numbers beyond all", COMPLETIONS, lambda: filled({"prompt": "@"}, b"1e999", VALUES))
-    # --------------------------------------------------------------------------------------------- the shape alone
     add("brackets", CHAT, lambda: b"[" * MOST)
     add("deep lists", CHAT, lambda: deep(b"[", b"]", MOST // 2 - 1))
     add("deep objects", CHAT, lambda: deep(b'{"a":', b"}", MOST // 6 - 1))
@@ -154,7 +151,6 @@ def attacks() -> dict[str, Attack]:
         CHAT,
         lambda: written(calls).replace(b"@", b"{" + b",".join(b'\\"%d\\":1' % n for n in range(500_000)) + b"}"),
     )
-    # ------------------------------------------------------------------------------------------------------- lists
     add("messages", CHAT, lambda: filled({"messages": "@", "max_tokens": 1}, USER, 16_000))
     add(
         "parts",
@@ -197,7 +193,6 @@ def attacks() -> dict[str, Attack]:
     add("variables of a template", CHAT, lambda: named({**chat, "chat_template_kwargs": "@"}, TEXTS))
     blocks = {**TOP, "messages": [{"role": "user", "content": "@"}]}
     add("blocks", MESSAGES, lambda: filled(blocks, {"type": "text", "text": "a"}, 16_000))
-    # ------------------------------------------------------------------------------------------- what is computed
     add(
         "echo with logprobs",
         COMPLETIONS,
@@ -222,7 +217,6 @@ def attacks() -> dict[str, Attack]:
         lambda: filled({"model": "rank", "query": "a", "documents": "@"}, {"text": "a"}, 32_000),
     )
     add("a query of 8 MB", "/v1/rerank", lambda: texted({"model": "rank", "query": "@", "documents": ["a"]}))
-    # ------------------------------------------------------------------------------------------------------ frames
     turn = {"type": "response.create", **answer}
     frames: dict[str, Callable[[], bytes]] = {
         "a message of 8 MB": lambda: framed(texted({**turn, "input": "@"})),
@@ -297,9 +291,6 @@ def lists() -> dict[str, Attack]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------ images
-
-
 def png(
     width: int, height: int, *, depth: int = 8, colour: int = 2, interlaced: bool = False, whole: bool = True
 ) -> bytes:
@@ -361,9 +352,6 @@ def stored(watch: "Watch") -> dict[str, Attack]:
     }
     goes_on = {"input": "a", "max_output_tokens": 1, "previous_response_id": name}
     return {**found, "what goes on from it": Attack(RESPONSES, lambda: written(goes_on))}
-
-
-# ------------------------------------------------------------------------------------------------------------ probe
 
 
 def probe(host: str, port: int) -> None:

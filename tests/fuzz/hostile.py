@@ -122,9 +122,6 @@ def _other_kind(path: Path, kind: str) -> None:
             pass
 
 
-# ---------------------------------------------------------------------------------------------------------- the cases
-
-
 def changes(subject: str, folder: Path, chance: random.Random) -> Iterator[Change]:
     """Changes without end, the same ones for the same seed and the same files."""
     while True:
@@ -153,9 +150,6 @@ def _random_place(tree: Any, chance: random.Random) -> tuple[str | int, ...]:
         path.append(key)
         tree = tree[key]
     return tuple(path)
-
-
-# --------------------------------------------------------------------------------------------------------- the trials
 
 
 def use_bundle(folder: Path) -> None:

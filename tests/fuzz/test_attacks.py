@@ -73,7 +73,7 @@ SHAPES = ("a line of 20 million pixels", "a column of 20 million pixels", "a hea
         ("qwen3_vl", "eight requests of two images"),
     ],
 )
-def test_no_image_holds_up_others_or_takes_more_than_its_share(seeing, model: str, name: str):
+def test_no_image_holds_up_others_or_takes_more_than_its_share(seeing, model, name):
     before = seeing.resident()
     held = seeing.least_held(ATTACKS.images(model)[name], most_s())
     assert held.health_s < most_s() and held.peak - before < MOST_DECODED and held.said[:3] in ("200", "400"), held
@@ -82,7 +82,7 @@ def test_no_image_holds_up_others_or_takes_more_than_its_share(seeing, model: st
 
 @pytest.mark.threat("json-cost", "tokenize-cost")
 @pytest.mark.parametrize("name", ATTACKS.attacks())
-def test_no_body_holds_up_others(watch, name: str):
+def test_no_body_holds_up_others(watch, name):
     held = watch.least_held(ATTACKS.attacks()[name], most_s())
     assert held.health_s < most_s() and held.peak < MOST_MEMORY, held
 
@@ -94,7 +94,7 @@ def test_reading_what_is_stored_holds_up_nobody(watch):
         assert held.health_s < most_s(), (name, held)
 
 
-def test_a_loop_that_is_held_would_be_noticed(watch, monkeypatch: pytest.MonkeyPatch):
+def test_a_loop_that_is_held_would_be_noticed(watch, monkeypatch):
     """By one that is stopped for as long as nobody would notice by the answer alone."""
 
     def send(attack: object, body: bytes) -> str:

@@ -29,9 +29,7 @@ def fuzzed(subject: str, folder: Path, scratch: Path, seconds: float, *more: str
 
 @pytest.mark.threat("processor-settings")
 @pytest.mark.parametrize("subject", SECONDS)
-def test_hostile_files_are_used_as_if_sound_or_refused_in_one_sentence(
-    subject: str, tiny_bundle: Path, tiny_checkpoint: Path, tmp_path: Path
-):
+def test_hostile_files_are_used_as_if_sound_or_refused_in_one_sentence(subject, tiny_bundle, tiny_checkpoint, tmp_path):
     made = tmp_path / "made"
     made.mkdir()
     folder = {"bundle": tiny_bundle, "checkpoint": tiny_checkpoint}.get(subject, made)
@@ -45,7 +43,7 @@ def test_hostile_files_are_used_as_if_sound_or_refused_in_one_sentence(
     assert tried.returncode == 0, "\n".join([*tried.stdout.splitlines()[-2:], tried.stderr[-2000:]])
 
 
-def test_a_case_that_ends_the_process_is_named(tiny_bundle: Path, tmp_path: Path):
+def test_a_case_that_ends_the_process_is_named(tiny_bundle, tmp_path):
     dying = tmp_path / "dying.py"
     dying.write_text(HOSTILE.read_text().replace("        use(folder)", "        os.abort()"))
     (tmp_path / "corpus.json").write_text("[]")

@@ -158,9 +158,6 @@ def portable_logits(ids: list[int]) -> Callable[[Any], np.ndarray]:
     return get
 
 
-# ------------------------------------------------------------------------------------------------- builds that fail
-
-
 def contents(folder: Path) -> dict[str, bytes | None]:
     """Everything below a folder, hidden files included."""
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}

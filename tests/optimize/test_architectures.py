@@ -60,7 +60,7 @@ def answers(case: Any, bundle: Path) -> list[tuple[int, ...]]:
     return found
 
 
-def test_answers_in_chunks_and_beside_others_are_those_of_transformers(bundle: Path, answers: list[tuple[int, ...]]):
+def test_answers_in_chunks_and_beside_others_are_those_of_transformers(bundle, answers):
     """Also where most calls want no logits, and layers that share caches have no row of their own."""
     levels = ("fast",) if read_bundle(bundle).geometry.mixtures else ("fast", "batch", "strict")
     for level in levels:
@@ -70,7 +70,7 @@ def test_answers_in_chunks_and_beside_others_are_those_of_transformers(bundle: P
             assert [handle.result().token_ids for handle in handles] == answers
 
 
-def test_the_next_turn_goes_on_from_what_was_kept_also_after_a_restart(bundle: Path, tmp_path: Path):
+def test_the_next_turn_goes_on_from_what_was_kept_also_after_a_restart(bundle, tmp_path):
     has_states = bool(read_bundle(bundle).geometry.recurrents)  # these continue where they were kept, not anywhere
     with load(bundle, prefix_cache_bytes=0) as model:
         first = generate(model, PROMPTS[2])
@@ -87,7 +87,7 @@ def test_the_next_turn_goes_on_from_what_was_kept_also_after_a_restart(bundle: P
         assert (result.token_ids, result.usage.cached_tokens) == (wanted, 64)
 
 
-def test_samples_and_beams_are_those_of_requests_alone(bundle: Path):
+def test_samples_and_beams_are_those_of_requests_alone(bundle):
     with load(bundle, max_context=128) as model:
         alone = [model.generate(PROMPTS[0], max_tokens=6, temperature=1, seed=seed).token_ids for seed in (7, 8)]
         together = model.generate(PROMPTS[0], max_tokens=6, temperature=1, seed=7, n=2)
@@ -99,7 +99,7 @@ def test_samples_and_beams_are_those_of_requests_alone(bundle: Path):
 
 
 @hybrids_alone
-def test_a_state_is_planned_once_for_each_row(bundle: Path):
+def test_a_state_is_planned_once_for_each_row(bundle):
     manifest = read_bundle(bundle)
     states = [cache for cache in manifest.geometry.caches if cache.kind == "state"]
     assert states and manifest.memory["states"].per_row == sum(4 * int(np.prod(cache.shape)) for cache in states)
@@ -128,7 +128,7 @@ class Foresight:
 
 
 @hybrids_alone
-def test_accepted_tokens_leave_states_as_if_they_alone_had_counted(bundle: Path):
+def test_accepted_tokens_leave_states_as_if_they_alone_had_counted(bundle):
     with load(bundle) as model:
         session, past = model.runner.session, 7
         session.cache.grow(2, 32, 128)
@@ -153,7 +153,7 @@ def test_accepted_tokens_leave_states_as_if_they_alone_had_counted(bundle: Path)
         assert not np.array_equal(states(3, provisional=True), states(2, provisional=True))
 
 
-def test_rejected_drafts_leave_no_trace(bundle: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rejected_drafts_leave_no_trace(bundle, monkeypatch):
     with load(bundle, prefix_cache_bytes=0) as model:
         wanted = [generate(model, prompt) for prompt in PROMPTS]
     texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, wanted, strict=True)]
@@ -168,7 +168,7 @@ def test_rejected_drafts_leave_no_trace(bundle: Path, monkeypatch: pytest.Monkey
 
 
 @hybrids_alone
-def test_a_stop_among_drafts_keeps_no_states_of_what_stood_behind_it(bundle: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_stop_among_drafts_keeps_no_states_of_what_stood_behind_it(bundle, monkeypatch):
     """Of 64 tokens that are fed, the last two stand behind the stop."""
     prompt, drawn = PROMPTS[2][:28], 34
     with load(bundle, prefix_cache_bytes=0) as model:
@@ -188,7 +188,7 @@ def test_a_stop_among_drafts_keeps_no_states_of_what_stood_behind_it(bundle: Pat
         assert generate(model, turn) == wanted
 
 
-def test_a_model_with_states_drafts_and_takes_back_what_was_rejected(bundle: Path):
+def test_a_model_with_states_drafts_and_takes_back_what_was_rejected(bundle):
     with load(bundle, prefix_cache_bytes=0) as model:
         wanted = [generate(model, prompt) for prompt in PROMPTS]
         drafter = ModelDrafter(load(bundle, threads=model.threads), model)
@@ -205,7 +205,7 @@ def test_a_model_with_states_drafts_and_takes_back_what_was_rejected(bundle: Pat
 
 
 @hybrids_alone
-def test_int8_and_int4_stay_near_the_unquantized_model(case: Any, tmp_path: Path):
+def test_int8_and_int4_stay_near_the_unquantized_model(case, tmp_path):
     """Random weights, which are others on other CPUs: a layer that reads another one's integers or states makes a KL
     above one in 8 bits. In 4 bits Qwen3.5's steep logits have had one of 5.9, rounded to nearest."""
     for precision, bound in (("int8", 0.1), ("int4", 8.0)):
@@ -215,9 +215,9 @@ def test_int8_and_int4_stay_near_the_unquantized_model(case: Any, tmp_path: Path
             assert phase.mean_kl < bound
 
 
-REQUESTS, AT_ONCE = 1000, 12
-# What malloc and Python still took after the first 400 requests: 0.5 MB was seen; a lost copy of states (8 kB)
-# in each request makes 4.8 MB.
+REQUESTS, WARM, AT_ONCE = 600, 200, 12
+# What malloc and Python still took after the first 200 requests: 0.5 MB was seen; a lost copy of states (8 kB)
+# in each request makes 3.2 MB.
 MOST_GROWTH = 2 << 20
 
 
@@ -225,7 +225,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_thousand_mixed_requests_lose_nothing(exported: Callable[[str], Any], tmp_path: Path):
+def test_hundreds_of_mixed_requests_lose_nothing(exported, tmp_path):
     """Chats that share histories, samples, beams and cancels, with room for few states."""
     build(
         BuildRequest(exported(HYBRIDS[0]).export, tmp_path / "bundle", precision="fp32", max_context=128, max_batch=4)
@@ -247,13 +247,13 @@ def test_a_thousand_mixed_requests_lose_nothing(exported: Callable[[str], Any], 
             if len(waiting) == AT_ONCE:
                 chosen, handle = waiting.pop(0)
                 checked += check(handle, wanted[chosen])
-            before = resident() if number == 400 else before
+            before = resident() if number == WARM else before
         checked += sum(check(handle, wanted[chosen]) for chosen, handle in waiting)
         growth, snapshot = resident() - before, model.engine.metrics.snapshot()
     assert checked + snapshot.requests["cancelled"] == REQUESTS
-    assert checked > 0.8 * REQUESTS and snapshot.requests["cancelled"] > 50
+    assert checked > 0.8 * REQUESTS and snapshot.requests["cancelled"] > 30
     assert (snapshot.gauges.running, snapshot.gauges.waiting) == (0, 0)
-    assert snapshot.prefix_hit_tokens > 5_000 and 0 < snapshot.gauges.prefix_cache_bytes <= budget
+    assert snapshot.prefix_hit_tokens > 3_000 and 0 < snapshot.gauges.prefix_cache_bytes <= budget
     assert growth < MOST_GROWTH, growth
 
 

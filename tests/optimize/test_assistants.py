@@ -176,7 +176,7 @@ def draft(
 
 
 @pytest.mark.parametrize("level", ["fast", "strict"])
-def test_drafts_are_those_of_transformers(made: Made, level: str, always: None, monkeypatch: pytest.MonkeyPatch):
+def test_drafts_are_those_of_transformers(made, level, always, monkeypatch):
     heard, reference = draft(made.bundles, monkeypatch, level), Reference(made)
     for tokens, drafts, logits in heard:
         found = reference.draft(tokens, drafts)
@@ -193,7 +193,7 @@ def test_drafts_are_those_of_transformers(made: Made, level: str, always: None, 
         assert max(it[np.isfinite(it)].max() for it in apart) > 10 * RELATIVE_TOLERANCE, (error, window)
 
 
-def test_the_portable_graph_and_its_module_compute_the_same(made: Made):
+def test_the_portable_graph_and_its_module_compute_the_same(made):
     """Attention is in standard operators there, over caches in which anything may follow what is seen."""
     random, past = np.random.default_rng(3), 30
     with load(made.bundles[1]) as head:
@@ -223,18 +223,14 @@ def test_the_portable_graph_and_its_module_compute_the_same(made: Made):
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_rounded_models_that_share_caches_are_drafted_for(
-    make: Callable[[str], Made], precision: str, tmp_path: Path, always: None, monkeypatch: pytest.MonkeyPatch
-):
+def test_rounded_models_that_share_caches_are_drafted_for(make, precision, tmp_path, always, monkeypatch):
     bundles = make(MODELS[1]).build(tmp_path, precision)
     draft(bundles, monkeypatch, "strict")
     assert verify(bundles[1]).largest_difference == 0
     assert read_bundle(bundles[1]).recipe.phases == "shared"  # it reads one token at a time
 
 
-def test_a_cache_in_float16_is_read_as_it_is(
-    make: Callable[[str], Made], tmp_path: Path, always: None, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_cache_in_float16_is_read_as_it_is(make, tmp_path, always, monkeypatch):
     made = make(MODELS[0])
     reference, bundles = Reference(made), made.build(tmp_path, cache="float16")
     for tokens, drafts, logits in draft(bundles, monkeypatch):
@@ -243,9 +239,6 @@ def test_a_cache_in_float16_is_read_as_it_is(
         DraftError, match=r"caches of layers 0 and 1 in float32, .* has them in float16; .* one type of"
     ):
         load(bundles[0], draft=made.bundles[1]).engine  # noqa: B018
-
-
-# -------------------------------------------------------------------------------------------------- refusals
 
 
 CHANGES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -264,7 +257,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-def test_what_does_not_fit_is_refused_by_name_and_a_nested_config_is_not(make: Callable[[str], Made], tmp_path: Path):
+def test_what_does_not_fit_is_refused_by_name_and_a_nested_config_is_not(make, tmp_path):
     made = make(MODELS[0])
     stated = json.loads((made.head / "config.json").read_text(encoding="utf-8"))
     refuse = partial(export, output=tmp_path / "export", of=made.model)
@@ -291,7 +284,7 @@ def test_what_does_not_fit_is_refused_by_name_and_a_nested_config_is_not(make: C
         export(clustered, tmp_path / "export", of=make(MODELS[1]).model)
 
 
-def test_an_assistant_and_a_model_that_do_not_fit_are_refused(make: Callable[[str], Made], tmp_path: Path):
+def test_an_assistant_and_a_model_that_do_not_fit_are_refused(make, tmp_path):
     one, other = make(MODELS[0]), make(MODELS[1])
     with pytest.raises(UsageError, check=about("draft_head")):
         build(BuildRequest(one.exports[0], tmp_path / "bundle", draft_head=other.exports[1]))

@@ -64,9 +64,6 @@ def test_a_pruned_bundle_says_so(exported, tmp_path, recipe):
     assert verify(report.output, threads=1).equal_tokens > 0
 
 
-# -------------------------------------------------------------------------------------------------- what is published
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=" ".join)
 def test_the_bundle_is_whole(built, kind):
     report = built(*kind)
@@ -127,9 +124,6 @@ def test_weights_are_counted_as_they_are_read(built, kind):
     assert manifest.memory["cache"].per_position == g.cache_bytes(1, bytes_per_value=CACHE_BYTES[manifest.cache])
 
 
-# ------------------------------------------------------------------------------------------------------ sizes on disk
-
-
 def matrices(g: Geometry) -> int:
     """Weights of all layers' linears."""
     first, inner = g.attentions[0], g.mlps[0].inner
@@ -167,9 +161,6 @@ def test_a_tied_head_shares_its_bytes_with_the_embedding(tiny_export, fp32_bundl
     table = g.vocab_size * g.hidden_size * matrix[manifest.recipe.head]
     rest = plain_bytes(folder, manifest) - body - table
     assert 0 < rest < OTHER_TENSORS < table
-
-
-# ------------------------------------------------------------------------------------------------- what was asked for
 
 
 def test_limits_reach_the_bundle_and_its_rotary_tables(exported, tmp_path):

@@ -19,9 +19,6 @@ from llmc.optimize.weights.file import WeightFile
 SHARD = "model.safetensors"
 
 
-# ---------------------------------------------------------------------------------------------------- a broken export
-
-
 def set_weight(source: Path, name: str, value: float) -> None:
     """Write one weight of the export's checkpoint."""
     tensor = ir.load(source / DECODER_FILE).graph.initializers[name].const_value
@@ -59,9 +56,6 @@ def test_weights_that_were_overwritten_in_the_checkpoint_are_refused(source, unt
     set_weight(source, "model.norm.weight", 3.0)
     with pytest.raises(CheckpointError, match="were overwritten after the export"):
         build(BuildRequest(source, untouched, force=True))
-
-
-# --------------------------------------------------------------------------------------------------- on the way
 
 
 STEPS = ["lowering and quantizing the prefill", "lowering and quantizing the decode", "hashing", "running the golden"]

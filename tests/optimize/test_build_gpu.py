@@ -102,10 +102,7 @@ def whole(report: BuildReport) -> bool:
     return {path.name for path in report.output.iterdir()} == {*manifest.files, "llmc.json"}
 
 
-# -------------------------------------------------------------------------------------------------- what is published
-
-
-def test_a_bundle_with_an_engine_is_whole_and_says_what_it_is(engine_bundle: BuildReport):
+def test_a_bundle_with_an_engine_is_whole_and_says_what_it_is(engine_bundle):
     manifest, plan = engine_bundle.manifest, engine_of(engine_bundle.manifest)
     assert whole(engine_bundle)
     assert {"engine.plan", "build-log.json", "decoder.onnx", "weights.bin"} <= manifest.files.keys()
@@ -121,9 +118,6 @@ def test_a_bundle_with_an_engine_is_whole_and_says_what_it_is(engine_bundle: Bui
     assert len(manifest.golden) == 5
 
 
-# ---------------------------------------------------------------------------------------------------------- precisions
-
-
 def request(precision: str) -> Request:
     return INT4 if precision == "int4" else Request(precision=precision)
 
@@ -137,7 +131,7 @@ def check_quality(manifest: Manifest, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", LARGEST_KL)
-def test_every_precision_is_judged_on_the_cpu(exported: Callable[[str], Any], tmp_path: Path, precision: str):
+def test_every_precision_is_judged_on_the_cpu(exported, tmp_path, precision):
     output, recipe = tmp_path / "out" / "bundle", request(precision)
     report = build(
         BuildRequest(exported(TIED).export, output, target="tensorrt", recipe=recipe, engine=DEFERRED, **SMALL)
@@ -159,7 +153,7 @@ def test_every_precision_is_judged_on_the_cpu(exported: Callable[[str], Any], tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
-def test_every_precision_becomes_an_engine(exported: Callable[[str], Any], tmp_path: Path, precision: str):
+def test_every_precision_becomes_an_engine(exported, tmp_path, precision):
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine")
     output = tmp_path / "out" / "bundle"
     report = build(
@@ -172,7 +166,7 @@ def test_every_precision_becomes_an_engine(exported: Callable[[str], Any], tmp_p
 
 
 @pytest.mark.parametrize("precision", ["fp16", "int4"])
-def test_graphs_for_cuda_are_judged_on_the_cpu(exported: Callable[[str], Any], tmp_path: Path, precision: str):
+def test_graphs_for_cuda_are_judged_on_the_cpu(exported, tmp_path, precision):
     output = tmp_path / "out" / "bundle"
     recipe = Request(precision=precision)
     report = build(BuildRequest(exported(TIED).export, output, target="cuda", recipe=recipe, **SMALL))
@@ -183,9 +177,7 @@ def test_graphs_for_cuda_are_judged_on_the_cpu(exported: Callable[[str], Any], t
     assert verify(output, emulate=True).equal_tokens == 64
 
 
-def test_bfloat16_is_judged_by_a_twin_in_float32_of_which_nothing_stays(
-    exported: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_bfloat16_is_judged_by_a_twin_in_float32_of_which_nothing_stays(exported, tmp_path, monkeypatch):
     seen = []
 
     def spy(folder: Path, **options: Any) -> Any:
@@ -211,7 +203,7 @@ def test_bfloat16_is_judged_by_a_twin_in_float32_of_which_nothing_stays(
         verify(output, emulate=True)
 
 
-def test_static_activations_are_calibrated(reads_text: Path, tmp_path: Path):
+def test_static_activations_are_calibrated(reads_text, tmp_path):
     recipe = Request(precision="int8", activations="static", smoothing=0.5)
     asked = {"decoder": StreamedDecoder, "samples": 2, "length": 32}
     report = build(
@@ -230,10 +222,7 @@ def test_static_activations_are_calibrated(reads_text: Path, tmp_path: Path):
     assert verify(report.output, emulate=True).equal_tokens == ANSWERED
 
 
-# -------------------------------------------------------------------------------------------------------------- budget
-
-
-def test_a_broken_budget_publishes_nothing_and_names_the_worst_layers(reads_text: Path, tmp_path: Path):
+def test_a_broken_budget_publishes_nothing_and_names_the_worst_layers(reads_text, tmp_path):
     with pytest.raises(BuildError) as refused:
         build(
             BuildRequest(
@@ -252,12 +241,7 @@ def test_a_broken_budget_publishes_nothing_and_names_the_worst_layers(reads_text
     assert "Worst layers: " in said
 
 
-# ------------------------------------------------------------------------------------------------- TensorRT's versions
-
-
-def test_what_a_recipe_says_of_the_engine_holds_unless_the_caller_says_otherwise(
-    exported: Callable[[str], Any], tmp_path: Path
-):
+def test_what_a_recipe_says_of_the_engine_holds_unless_the_caller_says_otherwise(exported, tmp_path):
     (tmp_path / "mine.toml").write_text("[engine]\noptimization_level = 1\nworkspace = 2097152\ndeferred = true\n")
     report = build(
         BuildRequest(
@@ -273,9 +257,7 @@ def test_what_a_recipe_says_of_the_engine_holds_unless_the_caller_says_otherwise
     assert (plan.optimization_level, plan.workspace, plan.file) == (2, 2097152, "")
 
 
-def test_tensorrt_makes_an_engine_for_the_gpu_at_hand(
-    exported: Callable[[str], Any], tmp_path: Path, installed: Callable[..., RecordedLibrary]
-):
+def test_tensorrt_makes_an_engine_for_the_gpu_at_hand(exported, tmp_path, installed):
     library = installed(H200)
     output = tmp_path / "out" / "bundle"
     asked = EngineRequest(optimization_level=2)
@@ -290,12 +272,7 @@ def test_tensorrt_makes_an_engine_for_the_gpu_at_hand(
     assert (output / "engine.plan").read_bytes() == PLAN
 
 
-def test_on_its_gpu_a_bundle_is_verified_by_running_it(
-    exported: Callable[[str], Any],
-    tmp_path: Path,
-    installed: Callable[..., RecordedLibrary],
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_on_its_gpu_a_bundle_is_verified_by_running_it(exported, tmp_path, installed, monkeypatch):
     """The CPU stands in for the GPU: what is tested is whose word counts."""
     installed(H200)
     monkeypatch.setattr(
@@ -309,12 +286,7 @@ def test_on_its_gpu_a_bundle_is_verified_by_running_it(
     assert any(known.values()), "which calls compute the same bits is measured where it will run"
 
 
-# ------------------------------------------------------------------------------------------------------------ failures
-
-
-def test_a_library_that_is_missing_is_said_before_any_work(
-    exported: Callable[[str], Any], untouched: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_library_that_is_missing_is_said_before_any_work(exported, untouched, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     steps: list[str] = []
     with pytest.raises(MissingExtraError, match="tensorrt is not installed"):

@@ -1,9 +1,5 @@
 """What no bundle for a GPU can be is refused before any work, and leaves what was there."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from llmc.errors import UsageError
@@ -33,9 +29,7 @@ DEFERRED = EngineRequest(deferred=True)
         ("jetson", {}, "target is 'jetson', expected one of cpu, cuda, tensorrt, tensorrt-rtx"),
     ],
 )
-def test_contradictions_are_refused(
-    exported: Callable[[str], Any], untouched: Path, target: str, order: dict[str, Any], message: str
-):
+def test_contradictions_are_refused(exported, untouched, target, order, message):
     with pytest.raises(UsageError) as refused:
         build(BuildRequest(exported(TIED).export, untouched, target=target, force=True, **order))
     assert message in str(refused.value)

@@ -6,8 +6,6 @@ from llmc.errors import BundleError, UsageError
 from llmc.optimize.build import build
 from llmc.optimize.recipe import BuildRequest
 
-# --------------------------------------------------------------------------------------------------------- the request
-
 
 @pytest.fixture
 def kept(tmp_path):
@@ -39,9 +37,6 @@ def test_the_export_itself_is_no_output(source, tmp_path):
         with pytest.raises(UsageError, match="is the export itself; choose another output folder"):
             build(BuildRequest(source, same, force=True))
     assert {path.name: path.stat().st_mtime_ns for path in source.iterdir()} == before
-
-
-# --------------------------------------------------------------------------------------------------------- the export
 
 
 def test_a_folder_that_is_no_export_is_refused(untouched, tmp_path):

@@ -122,10 +122,7 @@ def check_whole(folder: Path) -> Manifest:
     return manifest
 
 
-# -------------------------------------------------------------------------------------------------------- what is made
-
-
-def test_a_deferred_engine_is_made_in_place(bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]):
+def test_a_deferred_engine_is_made_in_place(bundle, machine):
     folder = bundle()
     before = read_bundle(folder)
     library = machine()
@@ -143,9 +140,7 @@ def test_a_deferred_engine_is_made_in_place(bundle: Callable[..., Path], machine
     assert {name: manifest.files[name] for name in before.files} == before.files
 
 
-def test_an_engine_of_another_machine_is_replaced_and_run(
-    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary]
-):
+def test_an_engine_of_another_machine_is_replaced_and_run(bundle, machine):
     folder = bundle(engine=True)
     machine(H200)
     steps: list[str] = []
@@ -186,7 +181,7 @@ def engine_of(manifest: Manifest) -> EngineConfig:
 
 
 def test_an_engine_whose_steps_far_into_a_text_are_wrong_is_built_with_float32_at_attentions_border(
-    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], monkeypatch: pytest.MonkeyPatch
+    bundle, machine, monkeypatch
 ):
     folder = bundle()
     machine(H200)
@@ -202,9 +197,7 @@ def test_an_engine_whose_steps_far_into_a_text_are_wrong_is_built_with_float32_a
     assert engine_of(rebuild(other, other, force=True).manifest).border == "float32", "it is tried first from now on"
 
 
-def test_an_engine_that_is_wrong_with_any_border_is_refused(
-    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], monkeypatch: pytest.MonkeyPatch
-):
+def test_an_engine_that_is_wrong_with_any_border_is_refused(bundle, machine, monkeypatch):
     folder = bundle(engine=True)
     before = contents(folder)
     machine(H200)
@@ -215,13 +208,7 @@ def test_an_engine_that_is_wrong_with_any_border_is_refused(
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_another_folder_shares_what_is_kept_and_leaves_the_source_alone(
-    bundle: Callable[..., Path],
-    machine: Callable[..., RecordedLibrary],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    links: bool,
-):
+def test_another_folder_shares_what_is_kept_and_leaves_the_source_alone(bundle, machine, tmp_path, monkeypatch, links):
     def refuse(*_: object) -> None:
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
@@ -240,9 +227,7 @@ def test_another_folder_shares_what_is_kept_and_leaves_the_source_alone(
 
 
 @pytest.mark.parametrize("damage", [b"", OLD_PLAN[1:], bytes(len(OLD_PLAN))], ids=["empty", "truncated", "changed"])
-def test_a_broken_engine_is_no_obstacle(
-    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], damage: bytes
-):
+def test_a_broken_engine_is_no_obstacle(bundle, machine, damage):
     folder = bundle(engine=True)
     (folder / "engine.plan").write_bytes(damage)
     machine()
@@ -252,12 +237,7 @@ def test_a_broken_engine_is_no_obstacle(
 
 @pytest.mark.parametrize(("before", "after"), [("cpu", "cpu"), ("device", "no")])
 def test_a_graph_that_cannot_be_replayed_on_the_cpu_is_rebuilt_with_a_warning(
-    bundle: Callable[..., Path],
-    machine: Callable[..., RecordedLibrary],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    before: str,
-    after: str,
+    bundle, machine, monkeypatch, caplog, before, after
 ):
     def refuse(*_: object, **__: object) -> None:
         raise GpuError("not on this CPU")
@@ -276,9 +256,7 @@ def test_a_graph_that_cannot_be_replayed_on_the_cpu_is_rebuilt_with_a_warning(
 
 
 @pytest.mark.slow
-def test_tensorrt_rtx_rebuilds_its_own_engines(
-    exported: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_tensorrt_rtx_rebuilds_its_own_engines(exported, tmp_path, monkeypatch):
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX has no wheel for this machine")
     monkeypatch.setattr("llmc.optimize.tensorrt.spec.probe_driver", lambda: NO_GPU.driver)
     folder = tmp_path / "there" / "bundle"
@@ -292,9 +270,6 @@ def test_tensorrt_rtx_rebuilds_its_own_engines(
     assert (manifest.engine.compute_capabilities, manifest.engine.optimization_level) == (("8.9",), 1)
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
-
-
 @pytest.fixture
 def whole(bundle: Callable[..., Path]) -> Iterator[Path]:
     """A bundle with another machine's engine, which afterwards must be what it was, with nothing beside it."""
@@ -305,7 +280,7 @@ def whole(bundle: Callable[..., Path]) -> Iterator[Path]:
 
 
 @pytest.mark.usefixtures("untouchable")
-def test_a_bundle_without_an_engine_is_refused(manifest: Manifest, tmp_path: Path):
+def test_a_bundle_without_an_engine_is_refused(manifest, tmp_path):
     (tmp_path / "decode.onnx").write_bytes(b"graph")
     write_manifest(dataclasses.replace(manifest, files=file_entries(tmp_path, ["decode.onnx"])), tmp_path)
     with pytest.raises(UsageError, match="is for cpu, whose graphs need no engine; it runs as it is"):
@@ -313,7 +288,7 @@ def test_a_bundle_without_an_engine_is_refused(manifest: Manifest, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("untouchable")
-def test_corrupt_weights_are_refused_before_any_work(bundle: Callable[..., Path]):
+def test_corrupt_weights_are_refused_before_any_work(bundle):
     folder = bundle()
     content = bytearray((folder / "weights.bin").read_bytes())
     content[len(content) // 2] ^= 1
@@ -325,20 +300,15 @@ def test_corrupt_weights_are_refused_before_any_work(bundle: Callable[..., Path]
 
 
 @pytest.mark.usefixtures("untouchable")
-def test_an_output_that_exists_is_refused_before_anything_is_hashed(whole: Path):
+def test_an_output_that_exists_is_refused_before_anything_is_hashed(whole):
     steps: list[str] = []
     with pytest.raises(UsageError, match="exists; choose another output folder, or pass --force"):
         rebuild(whole, whole, progress=lambda step, _=None: steps.append(step))
     assert steps == []
 
 
-# ------------------------------------------------------------------------------------------------------------ failures
-
-
 @pytest.mark.parametrize("probe", [H200, NO_GPU], ids=["on the GPU", "its graph on the CPU"])
-def test_an_engine_that_computes_something_else_leaves_the_old_bundle(
-    bundle: Callable[..., Path], machine: Callable[..., RecordedLibrary], probe: Probe
-):
+def test_an_engine_that_computes_something_else_leaves_the_old_bundle(bundle, machine, probe):
     folder = bundle(engine=True)
     text = json.loads((folder / "llmc.json").read_text())
     text["golden"][3]["top_logits"][0] += 1.0  # as if this machine's logits were lower

@@ -42,9 +42,7 @@ OLD = replace(
         "cannot be named",
     ],
 )
-def test_an_engine_is_made_anew_for_the_gpus_that_were_named(
-    named: tuple[str, ...], possible: tuple[str, ...], gpu: str | None, expected: tuple[str, ...]
-):
+def test_an_engine_is_made_anew_for_the_gpus_that_were_named(named, possible, gpu, expected):
     names = SimpleNamespace(**{f"SM{gpu.replace('.', '')}": 0 for gpu in possible})
     library = SimpleNamespace(ComputeCapability=names)
     device = H200.driver.devices[0]

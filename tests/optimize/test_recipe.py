@@ -41,9 +41,6 @@ def written(tmp_path):
     return write
 
 
-# ------------------------------------------------------------------------------------------------------------ the file
-
-
 def test_every_key_reaches_the_request(written):
     text = """
 description = "all keys"
@@ -135,9 +132,6 @@ def test_a_value_of_another_type_is_refused_with_what_was_found_and_expected(wri
     with pytest.raises(UsageError, check=about(f"{table}.{key}".lstrip("."))) as refused:
         read_recipe(path)
     assert refused.value.path == path and refused.value.problem.startswith("is [7], expected ")
-
-
-# ---------------------------------------------------------------------------------------------------------- resolution
 
 
 def resolved(calibrated: bool = False, **request: Any) -> Recipe:
@@ -310,7 +304,7 @@ def test_four_bits_take_what_the_target_and_calibration_allow(target, calibrated
         ("tensorrt-rtx", "int8", "int8"),
     ],
 )
-def test_the_default_precision_is_one_that_the_target_documents(target: str, precision: str, source_head: str):
+def test_the_default_precision_is_one_that_the_target_documents(target, precision, source_head):
     found, _ = resolve(Request(), capabilities(target), 2048, "x")
     assert found.precision == precision
     coded, _ = resolve(Request(), capabilities(target), 2048, "x", coded=True)
@@ -323,9 +317,6 @@ def test_what_is_asked_for_beats_the_defaults_of_four_bits():
     assert resolved(calibrated=True, precision="fp32").scheme == "rtn"
     found, _ = resolve(Request(precision="int4", symmetric=False, block_size=64), capabilities("cuda"), 2048, "x")
     assert (found.symmetric, found.block_size) == (False, 64)
-
-
-# ------------------------------------------------------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize(
@@ -377,8 +368,6 @@ def test_what_the_target_or_the_model_cannot_do_is_refused(request_, sentence):
 def test_a_recipe_tells_what_in_it_needs_calibration(request_, wish):
     assert needs_calibration(resolved(**request_)) == wish
 
-
-# --------------------------------------------------------------------------------------------------------------- forms
 
 NAMES = [f"model.layers.{layer}.{name}_proj" for layer in (0, 1) for name in ("self_attn.q", "mlp.up", "mlp.down")]
 NAMES.append("lm_head")

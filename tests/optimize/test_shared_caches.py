@@ -1,7 +1,5 @@
 """Gemma 4 goes the whole way: layers that read caches of others, inputs of layers, values from keys."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -21,7 +19,7 @@ def case(request, exported):
     return exported(request.param)
 
 
-def test_every_layer_keeps_its_precision_in_8_bits(case, tmp_path: Path):
+def test_every_layer_keeps_its_precision_in_8_bits(case, tmp_path):
     folder = build(
         BuildRequest(case.export, tmp_path / "bundle", precision="int8", recipe=Request(smoothing=0.0))
     ).output

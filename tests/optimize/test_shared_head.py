@@ -3,11 +3,9 @@
 import gc
 import shutil
 import weakref
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -29,13 +27,7 @@ KINDS = {"tiny": "int8", "gemma2-softcaps": "int4", "qwen3_5-delta-and-gates": "
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def built(
-    request: pytest.FixtureRequest,
-    tiny_export: Path,
-    split_bundle: Path,
-    exported: Callable[[str], Any],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Path, Path, Path]:
+def built(request, tiny_export, split_bundle, exported, tmp_path_factory) -> tuple[Path, Path, Path]:
     """An export, its bundle, and the bundle whose head is apart."""
     folder, recipe = (
         tmp_path_factory.mktemp("head"),

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from doubles.machines import NO_GPU, ORIN, RTX_4090, THOR, Probe
+from doubles.machines import NO_GPU, ORIN, RTX_4090, THOR
 
 import llmc
 from llmc.optimize.order import take_order
@@ -58,7 +58,7 @@ def test_every_precision_of_a_target_for_gpus_is_in_the_table():
         ("cpu", "", {}),
     ],
 )
-def test_what_a_gpu_lacks_is_known_by_its_number(target: str, capability: str, expected: dict[str, str]):
+def test_what_a_gpu_lacks_is_known_by_its_number(target, capability, expected):
     assert list_absent_precisions(target, capability) == expected
 
 
@@ -69,16 +69,13 @@ def test_the_page_names_the_gpus_that_the_library_lists():
     assert f"TensorRT-RTX lists {', '.join(most)} and {last}," in text
 
 
-# ------------------------------------------------------------------------------------------------------------ chunks
-
-
 @pytest.mark.parametrize("target", ["tensorrt", "tensorrt-rtx"])
 @pytest.mark.parametrize(
     ("probe", "deferred", "chunk"),
     [(RTX_4090, None, 1024), (THOR, None, 1024), (ORIN, None, 256), (NO_GPU, None, 256), (RTX_4090, True, 256)],
 )
 def test_tensorrts_chunks_are_long_where_the_engines_gpu_is_large(
-    tiny_export: Path, monkeypatch: pytest.MonkeyPatch, target: str, probe: Probe, deferred: bool | None, chunk: int
+    tiny_export, monkeypatch, target, probe, deferred, chunk
 ):
     """An engine that is deferred is for another GPU than the one here."""
     monkeypatch.setattr("llmc.runtime.host.probe.probe_driver", lambda: probe.driver)
@@ -92,7 +89,7 @@ def test_tensorrts_chunks_are_long_where_the_engines_gpu_is_large(
     assert limit(max_context=200) == 200
 
 
-def test_other_targets_chunks_do_not_depend_on_the_gpu_which_is_not_looked_for(monkeypatch: pytest.MonkeyPatch):
+def test_other_targets_chunks_do_not_depend_on_the_gpu_which_is_not_looked_for(monkeypatch):
     monkeypatch.setattr("llmc.runtime.host.probe.probe_driver", lambda: pytest.fail("the GPU was looked for"))
     assert {name: capabilities_for(name, None).chunk for name in ("cpu", "cuda")} == {"cpu": 256, "cuda": 2048}
     bounds = {size: capabilities_for("tensorrt", size).chunk for size in (0, LARGE_GPU, LARGE_GPU + 1)}

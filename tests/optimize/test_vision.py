@@ -54,7 +54,7 @@ def built(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     return make
 
 
-def test_the_tower_is_judged_by_the_cosine_of_its_rows(built: Callable[[str], Path]):
+def test_the_tower_is_judged_by_the_cosine_of_its_rows(built):
     exact, rounded = (bundle.read_bundle(built(precision)).similarity for precision in ("fp32", "int8"))
     assert exact is not None and rounded is not None
     assert exact.texts == rounded.texts == towers.TOKENS
@@ -62,7 +62,7 @@ def test_the_tower_is_judged_by_the_cosine_of_its_rows(built: Callable[[str], Pa
     assert LEAST_COSINE < rounded.smallest < 1 - 1e-6
 
 
-def test_a_tower_in_4_bits_is_judged_worse_than_it_may_be(exported: Path, tmp_path: Path):
+def test_a_tower_in_4_bits_is_judged_worse_than_it_may_be(exported, tmp_path):
     """A recipe's patterns reach the tower."""
     recipe = Request(layers={"vision.*": "int4"}, scheme="rtn")
     report = build(BuildRequest(exported, tmp_path / "bundle", precision="int8", recipe=recipe))
@@ -71,7 +71,7 @@ def test_a_tower_in_4_bits_is_judged_worse_than_it_may_be(exported: Path, tmp_pa
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_verify_replays_the_image(built: Callable[[str], Path], precision: str):
+def test_verify_replays_the_image(built, precision):
     assert verify(built(precision)).prompts == 4
 
 
@@ -88,7 +88,7 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     (folder / "llmc.json").write_text(json.dumps(manifest))
 
 
-def test_a_tower_that_computes_something_else_is_refused(copied: Path):
+def test_a_tower_that_computes_something_else_is_refused(copied):
     """Values that were recorded elsewhere, the tenth part of which is twice as large."""
     edit(copied, lambda manifest: manifest["vectors"][0].update(values=double_some(manifest["vectors"][0]["values"])))
     with pytest.raises(BundleError, match=r"rows of an image differ by .* this machine computes something else"):
@@ -100,13 +100,13 @@ def double_some(values: list[float]) -> list[float]:
 
 
 @pytest.mark.parametrize("vectors", [[], [{"prompt": [1], "values": [1.0] * 256}], [{"prompt": [], "values": [1.0]}]])
-def test_a_golden_image_that_no_build_writes_is_refused(copied: Path, vectors: list[Any]):
+def test_a_golden_image_that_no_build_writes_is_refused(copied, vectors):
     edit(copied, lambda manifest: manifest.update(vectors=vectors))
     with pytest.raises(BundleError, match=r"golden vector \(rows of an image\) of the manifest is corrupt"):
         load(copied, self_test=True)
 
 
-def test_a_tower_that_is_no_vision_transformer_is_no_match(exported: Path, tmp_path: Path):
+def test_a_tower_that_is_no_vision_transformer_is_no_match(exported, tmp_path):
     """An attention with a mask is another operator, so the export is refused and no wrong graph is made."""
     for path in exported.iterdir():
         (tmp_path / path.name).hardlink_to(path)
@@ -119,7 +119,7 @@ def test_a_tower_that_is_no_vision_transformer_is_no_match(exported: Path, tmp_p
         build(BuildRequest(tmp_path, tmp_path / "bundle", precision="fp32"))
 
 
-def test_the_plan_counts_the_tower_and_rows_of_images(exported: Path):
+def test_the_plan_counts_the_tower_and_rows_of_images(exported):
     geometry = bundle.read_export(exported).geometry
     linears = (*VISION.linears, Linear("vision.layers.0.mlp.up_proj", 3072, 768, True, "vision", "", 0))
     seeing = replace(geometry, vision=replace(VISION, linears=linears))
@@ -134,7 +134,7 @@ def test_the_plan_counts_the_tower_and_rows_of_images(exported: Path):
     assert found.total(100) - blind.total(100) == found["tower"].fixed + 400 * geometry.hidden_size
 
 
-def test_the_plan_counts_the_patches_of_the_largest_image_that_fits_into_the_context(exported: Path):
+def test_the_plan_counts_the_patches_of_the_largest_image_that_fits_into_the_context(exported):
     geometry = bundle.read_export(exported).geometry
     patching = Patching(3136, 12_845_056, "bicubic", 1 / 255, (0.5,) * 3, (0.5,) * 3, 2, 4, 0)
     linears = (*VISION.linears, Linear("vision.layers.0.mlp.up_proj", 3072, 768, True, "vision", "", 0))

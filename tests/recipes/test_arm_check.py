@@ -21,12 +21,12 @@ def check() -> ModuleType:
     return load_file(SCRIPT)
 
 
-def test_what_lacks_a_large_package_is_skipped_and_all_else_that_does_not_pass_has_failed(check: ModuleType):
+def test_what_lacks_a_large_package_is_skipped_and_all_else_that_does_not_pass_has_failed(check):
     assert check.count(REPORT) == (1, 2, 2)
     assert check.count(REPORT.replace("'torch'", "'numpy'")) == (1, 3, 1)
 
 
-def test_wheels_are_those_of_the_project_without_what_is_too_large(check: ModuleType):
+def test_wheels_are_those_of_the_project_without_what_is_too_large(check):
     names = {each.split(">")[0] for each in check.requirements()}
     assert names > {"onnxruntime", "tokenizers", "llguidance", "fastapi", "pytest"}
     assert names.isdisjoint({"torch", "transformers", "llmc-deploy[build]"})

@@ -30,9 +30,6 @@ def run(script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tm
     return run_script
 
 
-# ------------------------------------------------------------------------------------------------------------ harness
-
-
 def test_ways_take_turns_after_a_round_that_does_not_count(script):
     order: list[str] = []
     ways = {name: (lambda number, name=name: order.append(name) or number) for name in "ab"}
@@ -50,7 +47,7 @@ def test_a_message_arrives_its_latency_and_its_bytes_over_the_rate_after_it_was_
     assert waited == pytest.approx([0.005 + 8e-8 * 1004, 0])
 
 
-def test_what_belongs_to_the_measurement_does_not_disturb_it(script, monkeypatch, tmp_path: Path, capsys):
+def test_what_belongs_to_the_measurement_does_not_disturb_it(script, monkeypatch, tmp_path, capsys):
     machine = script("machine")
     clock, seconds = iter((0.0, 10.0)), iter((1.0, 6.0))
     monkeypatch.setattr(machine, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
@@ -65,10 +62,7 @@ def test_what_belongs_to_the_measurement_does_not_disturb_it(script, monkeypatch
     assert "DISTURBED: 0.12 CPUs" in capsys.readouterr().out
 
 
-# ------------------------------------------------------------------------------------------------------------ scripts
-
-
-def test_service_runs_on_the_small_model(run, tiny_bundle: Path):
+def test_service_runs_on_the_small_model(run, tiny_bundle):
     pytest.importorskip("uvicorn")
     sizes = ("--rounds", 1, "--requests", 1, "--new-tokens", 3, "--concurrency", 2, "--threads", 1)
     found = run("service", "overhead", tiny_bundle, *sizes)["rounds"]["2 clients"]
@@ -102,7 +96,7 @@ def test_clients_count_what_the_server_counts_and_time_text_alone(script):
     ],
     ids=["status", "error", "cut", "uncounted"],
 )
-def test_a_server_that_does_not_answer_ends_the_measurement(script, pieces: list[bytes], problem: str):
+def test_a_server_that_does_not_answer_ends_the_measurement(script, pieces, problem):
     with (
         planted_server(lambda asked: pieces) as server,
         closing(HTTPConnection("127.0.0.1", server.port)) as connection,
@@ -138,7 +132,7 @@ def systems(tiny_bundle: Path, tiny_checkpoint: Path, tmp_path: Path) -> Callabl
     ],
     ids=["one", "together", "first"],
 )
-def test_peers_run_on_the_small_model(run, systems, options, columns: set[str]):
+def test_peers_run_on_the_small_model(run, systems, options, columns):
     pytest.importorskip("transformers")
     sizes = ("--rounds", 1, "--prompts", 8, "--new-tokens", 4, "--windows", 2, "--length", 16)
     ours, other = run("peers", systems(("ours", "llmc"), ("other", "openvino")), *sizes, *options)["rows"]
@@ -177,8 +171,6 @@ def test_peers_compare_at_equal_quality_and_time_nothing_without_it(
     assert [len(row["rounds"]) for row in rows] == [1, 1, 1, 0] and "has no KL" in rows[-1]["trouble"]
 
 
-# ---------------------------------------------------------------------------------------------------------- made
-
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -207,7 +199,7 @@ SMALL_HALVES = {
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-0.8b", "gemma-4-e2b", "qwen3-30b-a3b", "gpt-oss-20b", "smolvlm-256m"])
-def test_a_checkpoint_made_layer_by_layer_is_whole(name: str, script, tmp_path):
+def test_a_checkpoint_made_layer_by_layer_is_whole(name, script, tmp_path):
     load_file = pytest.importorskip("safetensors.torch").load_file
     made, own = script("make_model"), {"hidden_size": 64, "intermediate_size": 64} if name == "gpt-oss-20b" else {}
     small = {key: value for key, value in (SMALL | SMALL_HALVES).items() if key in made.GEOMETRIES[name]}
@@ -216,9 +208,6 @@ def test_a_checkpoint_made_layer_by_layer_is_whole(name: str, script, tmp_path):
     assert found.config.vocab_size == 5000
     for tensor in (value for file in tmp_path.glob("*.safetensors") for value in load_file(file).values()):
         assert tensor.isfinite().all()
-
-
-# ------------------------------------------------------------------------------------------------------------ picture
 
 
 def timed(name: str, runner: str, speeds: list[float], kl: float) -> dict[str, Any]:

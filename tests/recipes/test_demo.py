@@ -15,9 +15,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 @pytest.mark.slow
-def test_demo_streams_from_every_bundle_and_compares_them(
-    one_layer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_demo_streams_from_every_bundle_and_compares_them(one_layer, tmp_path, monkeypatch, capsys):
     """With a layer of the small model, for tests ask no package index, and judged on little."""
 
     def export_one_layer(checkpoint: Path, output: Path, *, force: bool) -> ExportReport:
@@ -41,7 +39,7 @@ def test_demo_streams_from_every_bundle_and_compares_them(
     assert sorted(path.name for path in (tmp_path / "build" / "demo").iterdir()) == ["export", "int4", "int8"]
 
 
-def test_only_the_known_file_is_kept_and_it_is_not_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_only_the_known_file_is_kept_and_it_is_not_fetched_again(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(RECIPES))
     import smollm2
 

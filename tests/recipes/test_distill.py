@@ -49,7 +49,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def test_a_student_that_learned_drafts_for_its_teacher(
-    script, text: Path, tiny_export: Path, tiny_bundle: Path, tmp_path: Path, monkeypatch, capsys
+    script, text, tiny_export, tiny_bundle, tmp_path, monkeypatch, capsys
 ):
     arguments = ("distill.py", tiny_export, tmp_path / "draft", "--layers", 2, "--text", text, "--steps", 20)
     monkeypatch.setattr("sys.argv", list(map(str, arguments)))
@@ -65,7 +65,7 @@ def test_a_student_that_learned_drafts_for_its_teacher(
         assert drafted.generate("import os\n", **asked).text == plain.generate("import os\n", **asked).text
 
 
-def test_texts_are_what_the_teacher_says(script, tiny_export: Path, tiny_checkpoint: Path):
+def test_texts_are_what_the_teacher_says(script, tiny_export, tiny_checkpoint):
     from transformers import AutoModelForCausalLM
 
     teacher, _, _ = script.cut(tiny_export, script.read_export(tiny_export), 1)
@@ -110,7 +110,7 @@ def test_divergence_is_that_of_all_tokens_with_the_rest_as_one(script):
     "name",
     ["llama-linear-rope-no-groups-fp16", "gemma3-two-ropes"],  # the other stores norms less one, and a list of layers
 )
-def test_a_student_is_the_checkpoint_that_it_writes(script, name: str, exported, tmp_path: Path):
+def test_a_student_is_the_checkpoint_that_it_writes(script, name, exported, tmp_path):
     folder, ids = exported(name), torch.from_numpy(np.random.default_rng(1).integers(0, 96, (2, 12)))
     manifest = script.read_export(folder)
     teacher, student, values = script.cut(folder, manifest, 1)
@@ -136,13 +136,13 @@ def test_a_student_is_the_checkpoint_that_it_writes(script, name: str, exported,
         ("gpt2-scale-by-layer", 1, CheckpointError),  # stores layers in a way of its own
     ],
 )
-def test_teachers_whose_layers_make_no_student_are_refused(script, name: str, count: int, error, exported):
+def test_teachers_whose_layers_make_no_student_are_refused(script, name, count, error, exported):
     folder = exported(name)
     with pytest.raises(error):
         script.cut(folder, script.read_export(folder), count)
 
 
-def test_layers_that_differ_by_their_number_are_refused(script, exported, tmp_path: Path):
+def test_layers_that_differ_by_their_number_are_refused(script, exported, tmp_path):
     whole = exported("smollm3-every-second-layer-rotated", num_hidden_layers=4)
     folder = Path(shutil.copytree(whole, tmp_path / "export"))
     script.cut(folder, script.read_export(folder), 3)  # the config lists which layers are rotated

@@ -48,7 +48,7 @@ class TestRayService:
         (found,) = yaml.safe_load(service["serveConfigV2"])["applications"]
         return dict(found)
 
-    def test_has_a_head_and_workers_with_bounds_probes_and_no_root(self, service: dict[str, Any]) -> None:
+    def test_has_a_head_and_workers_with_bounds_probes_and_no_root(self, service):
         cluster = service["rayClusterConfig"]
         head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
         for group in (head, workers):
@@ -58,7 +58,7 @@ class TestRayService:
         assert cluster["enableInTreeAutoscaling"] is True
         assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
 
-    def test_is_what_ray_reads_and_names_what_it_deploys(self, service: dict[str, Any], tiny_bundle: Path) -> None:
+    def test_is_what_ray_reads_and_names_what_it_deploys(self, service, tiny_bundle):
         schema = pytest.importorskip("ray.serve.schema", reason="needs Ray Serve")
         deploy = schema.ServeDeploySchema.model_validate(yaml.safe_load(service["serveConfigV2"]))
         (application,) = deploy.applications
@@ -73,7 +73,7 @@ class TestRayService:
 
 
 class TestInferenceService:
-    def test_runs_the_container_with_settings_that_llmc_has(self) -> None:
+    def test_runs_the_container_with_settings_that_llmc_has(self):
         found = manifest("kserve/inferenceservice.yaml")
         assert (found["apiVersion"], found["kind"]) == ("serving.kserve.io/v1beta1", "InferenceService")
         predictor = found["spec"]["predictor"]
@@ -91,7 +91,7 @@ class TestInferenceService:
 
 
 class TestDeployment:
-    def test_runs_the_container_with_settings_that_llmc_has(self) -> None:
+    def test_runs_the_container_with_settings_that_llmc_has(self):
         text = (RECIPES / "k3s" / "llmc.yaml").read_text(encoding="utf-8")
         claim, deployment, service = yaml.safe_load_all(text)
         pod = deployment["spec"]["template"]

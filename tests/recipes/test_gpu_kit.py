@@ -79,9 +79,7 @@ def run_with(command: list[str], **_: object) -> "CompletedProcess[str]":
 
 
 @pytest.fixture
-def here(
-    kit: ModuleType, script: Callable[[str], ModuleType], work: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> list[str]:
+def here(kit, script, work, monkeypatch, tmp_path) -> list[str]:
     """Items run in this process, which has imported what each of theirs would; arguments of a dry run."""
     options = ["--target", "cpu", "--fake-device", "--work", str(work), "--parts", str(tmp_path / "none")]
     options += ["--out", str(tmp_path)]
@@ -123,8 +121,6 @@ def test_logits_of_the_position_before_are_beyond_the_limit(script, work):
     assert common.distance(logits[1:], logits[:-1]) > 10 * common.LIMIT
     assert not common.distance(np.full_like(logits, np.nan), logits) <= common.LIMIT
 
-
-# ------------------------------------------------------------------------------------------------- items that fail
 
 BAD = {
     "hangs": ("import time; print('{\"first\": 1}', flush=True); time.sleep(60)", "no end after 1 s"),
@@ -179,9 +175,6 @@ def test_the_table_stays_short_whatever_items_print(kit):
     }
     table = kit.format_table([long] * 99)
     assert len(table.splitlines()) == 60 and len(table) < 12_000
-
-
-# ----------------------------------------------------------------------------------------------------------- parts
 
 
 @pytest.fixture

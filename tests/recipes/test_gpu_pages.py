@@ -66,25 +66,25 @@ def recipes() -> Table:
     return table((RECIPES / "README.md").read_text(encoding="utf-8"), "## Recipes for GPUs")
 
 
-def test_every_key_of_an_engine_is_listed_with_its_type(keys: Table):
+def test_every_key_of_an_engine_is_listed_with_its_type(keys):
     assert wrong_types(keys) == []
     assert f"at least {LEAST_WORKSPACE >> 30} GiB" in keys["workspace"][1]
 
 
-def test_all_keys_but_the_last_two_are_flags(keys: Table):
+def test_all_keys_but_the_last_two_are_flags(keys):
     flags = {name for option in build_command.params if isinstance(option, click.Option) for name in option.opts}
     assert [key for key in keys if f"--{key.replace('_', '-')}" not in flags] == ["workspace", "optimization_level"]
     assert [field.name for field in fields(EngineRequest)] == list(keys)
 
 
-def test_the_table_that_is_shown_is_a_recipe(tmp_path: Path):
+def test_the_table_that_is_shown_is_a_recipe(tmp_path):
     shown = re.findall(r"```toml\n(\[engine\].*?)```", (RECIPES / "gpu.md").read_text(encoding="utf-8"), re.S)
     (tmp_path / "x.toml").write_text(shown[0])
     engine = read_recipe(tmp_path / "x.toml").engine
     assert engine is not None and (engine.workspace, engine.compute_capabilities) == (512 << 20, "8.6,8.9")
 
 
-def test_recipes_are_listed_with_the_gpus_that_they_suit(recipes: Table):
+def test_recipes_are_listed_with_the_gpus_that_they_suit(recipes):
     assert recipes.keys() == {path.stem for path in RECIPES.glob("*.toml")}
     assert wrong_recipes(recipes) == []
     assert wrong_recipes(recipes | {"int8": ["no", "yes"]}) == ["int8 tensorrt", "int8 tensorrt-rtx"]

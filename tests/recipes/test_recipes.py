@@ -27,11 +27,9 @@ RECIPES = sorted(FOLDER.glob("*.toml"))
 EXPECTED = {path.stem: expected for path in RECIPES if (expected := read_recipe(path).expected)}
 FOR_ENGINES = "w8a8-static"
 
-# ------------------------------------------------------------------------------------------------------------ the file
-
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_says_what_it_is_for_and_serves_every_model(path: Path):
+def test_a_recipe_says_what_it_is_for_and_serves_every_model(path):
     """A budget or a limit that suits one model would fail another's build."""
     request = read_recipe(path)
     target = capabilities("tensorrt" if path.stem == FOR_ENGINES else "cpu")
@@ -61,9 +59,6 @@ def test_the_table_of_recipes_holds_what_the_recipes_expect():
     assert figures == {name: printed(expected) for name, expected in EXPECTED.items()}
 
 
-# ------------------------------------------------------------------------------------------------------- every family
-
-
 def decoder(export: Path, device: str) -> Any:
     from llmc.export.streaming import StreamedDecoder
 
@@ -88,9 +83,7 @@ def build_recipe(path: Path, export: Path, output: Path, **calibration: Any) -> 
     ids=["gemma2", "gpt2", "phi3"],
     indirect=["family_export"],
 )
-def test_recipes_build_verify_and_generate_for_families(
-    paths: list[Path], family_export: Path, tmp_path: Path, tiny_checkpoint: Path
-):
+def test_recipes_build_verify_and_generate_for_families(paths, family_export, tmp_path, tiny_checkpoint):
     text = tiny_checkpoint.parent / "calibration.txt"
     request = {"decoder": decoder, "calibration": text, "samples": 8, "length": 16}
     for path in paths:
@@ -104,9 +97,7 @@ def test_recipes_build_verify_and_generate_for_families(
 
 
 @pytest.mark.parametrize("family_export", ["gemma2"], indirect=True)
-def test_a_stream_that_cannot_be_rotated_is_smoothed_where_there_is_a_text(
-    family_export: Path, tmp_path: Path, tiny_checkpoint: Path
-):
+def test_a_stream_that_cannot_be_rotated_is_smoothed_where_there_is_a_text(family_export, tmp_path, tiny_checkpoint):
     text = tiny_checkpoint.parent / "calibration.txt"
     request = {"decoder": decoder, "calibration": text, "samples": 8, "length": 16}
     smoothed = build(BuildRequest(family_export, tmp_path / "smoothed", **request)).manifest
@@ -115,8 +106,6 @@ def test_a_stream_that_cannot_be_rotated_is_smoothed_where_there_is_a_text(
     assert plain.recipe.smoothing == 0
     assert [any("are smoothed" in note for note in each.notes) for each in (smoothed, plain)] == [False, True]
 
-
-# -------------------------------------------------------------------------------------------- costs, on the small model
 
 # What the figures in the recipes and in their README are of. 142 samples instead lower the KL of int4 by 2 %.
 CALIBRATION_SAMPLES, CALIBRATION_LENGTH = 32, 256
@@ -157,7 +146,7 @@ def measured(tiny_export: Path, tiny_checkpoint: Path, tmp_path: Path) -> Measur
     with load(output, threads=1, self_test=False) as model:
         ids = model.tokenizer.encode(text, add_special_tokens=False)[: WINDOWS * WINDOW]
         windows = CalibrationSamples(np.reshape(ids, (WINDOWS, WINDOW)), "validation", "", False, len(ids))
-        found = evaluate(model, windows, reference=tiny_export, cache=tmp_path / "reference", greedy=False)
+        found = evaluate(model, windows, reference=tiny_export, cache=tmp_path / "reference", greedy=False).quality
         graphs = {graph.file: graph.weight_bytes for graph in model.manifest.graphs.values()}
         return Measured(found, sum(graphs.values()))
 
@@ -172,7 +161,7 @@ def as_expected(found: Measured, expected: Expected) -> bool:
 
 
 @pytest.mark.slow
-def test_the_default_costs_what_its_recipe_says_and_not_what_others_say(measured: Measured):
+def test_the_default_costs_what_its_recipe_says_and_not_what_others_say(measured):
     """``recipes/benchmarks/peers.py`` measures the others."""
     assert as_expected(measured, EXPECTED["int8"]), measured.quality.phases
     assert rows_of_the_table()["int8"][0] == f"{measured.weight_bytes / 1e6:.1f} MB"

@@ -48,7 +48,7 @@ def instruction(stage: list[tuple[str, str]], name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["llmc.service", "llmc.socket"])
-def test_systemd_finds_nothing_wrong(name: str, tmp_path: Path):
+def test_systemd_finds_nothing_wrong(name, tmp_path):
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         pytest.skip("there is no systemd-analyze here")
@@ -59,13 +59,13 @@ def test_systemd_finds_nothing_wrong(name: str, tmp_path: Path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_unit_may_write_where_its_settings_say(unit: dict[str, list[str]]):
+def test_the_unit_may_write_where_its_settings_say(unit):
     settings = read_config(FOLDER / "serve.toml")
     assert unit["CacheDirectory"] == ["llmc"] and "LLMC_CACHE=/var/cache/llmc" in unit["Environment"][0]
     assert settings.prefix_cache_folder is not None and settings.prefix_cache_folder.is_relative_to("/var/cache/llmc")
 
 
-def test_the_container_runs_a_command_that_exists_as_nobody_of_note(stages: list[list[tuple[str, str]]]):
+def test_the_container_runs_a_command_that_exists_as_nobody_of_note(stages):
     build, last = stages
     command = json.loads(instruction(last, "ENTRYPOINT")) + json.loads(instruction(last, "CMD"))
     assert command == ["/opt/llmc/bin/llmc", "serve", "--config", "/etc/llmc/serve.toml"]
@@ -82,7 +82,7 @@ def test_the_container_runs_a_command_that_exists_as_nobody_of_note(stages: list
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_the_health_check_asks_with_and_without_tls_and_with_a_key(tls: bool, tmp_path: Path, monkeypatch):
+def test_the_health_check_asks_with_and_without_tls_and_with_a_key(tls, tmp_path, monkeypatch):
     asked: list[tuple[str, str | None]] = []
 
     class Service(BaseHTTPRequestHandler):

@@ -34,13 +34,13 @@ def shared_lines(first: list[str], second: list[str]) -> float:
     return sum(line in set(lines[1]) for line in long) / len(long)
 
 
-def test_calibration_takes_training_files_and_validation_takes_others(folder: Path):
+def test_calibration_takes_training_files_and_validation_takes_others(folder):
     training = json.loads((folder / "training.json").read_text(encoding="utf-8"))
     assert held_out(training["calibration_text_files"]) == [False] * len(documents(folder, "calibration"))
     assert held_out(training["validation_text_files"]) == [True] * len(documents(folder, "validation"))
 
 
-def test_the_texts_do_not_overlap(folder: Path):
+def test_the_texts_do_not_overlap(folder):
     calibration, validation = documents(folder, "calibration"), documents(folder, "validation")
     assert not set(calibration) & set(validation)
     assert shared_lines(validation, calibration) < MOST_SHARED_LINES

@@ -5,7 +5,6 @@ So a bundle can be checked where its GPU is not, through the same generation loo
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -105,19 +104,14 @@ def feed(session: OnnxRuntimeSession, ids: Sequence[int], sizes: Sequence[int], 
     return np.concatenate(parts)
 
 
-# -------------------------------------------------------------------------------------------------------- the session
-
-
 @pytest.mark.parametrize("sizes", [(64,), (5, 1, 1, 40, 1)], ids=str)
-def test_prefill_chunks_and_decode_give_the_exported_graphs_logits(
-    session: OnnxRuntimeSession, portable: Logits, sizes: tuple[int, ...]
-):
+def test_prefill_chunks_and_decode_give_the_exported_graphs_logits(session, portable, sizes):
     session.cache.reserve(1, 64)
     found = feed(session, IDS, sizes)
     assert np.abs(found - portable[: sum(sizes)]).max() <= TOLERANCE
 
 
-def test_the_most_probable_tokens_and_the_sum_of_exponentials_are_those_of_the_logits(bundle: Path):
+def test_the_most_probable_tokens_and_the_sum_of_exponentials_are_those_of_the_logits(bundle):
     graph, rows = open_graph(bundle), 2
     names = ["logits", "top_logits", "top_ids", "sum_exp"]
     sizes = {"batch": rows, "sequence": 8, "outputs": 8, "capacity": 640, "attended": 256}
@@ -144,13 +138,10 @@ def open_graph(bundle: Path) -> ort.InferenceSession:
     return open_session(bundle / DECODER_FILE)
 
 
-def test_the_tolerance_notices_a_position_too_few(session: OnnxRuntimeSession, portable: Logits):
+def test_the_tolerance_notices_a_position_too_few(session, portable):
     session.cache.reserve(1, 64)
     found = feed(session, IDS, (32, 16), off=-1)
     assert np.abs(found - portable[:48]).max() > TOLERANCE
-
-
-# -------------------------------------------------------------------------------------------------- the generation loop
 
 
 @pytest.fixture(scope="module")
@@ -169,18 +160,13 @@ def generate(model: Model) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     "options", [{"prefix_cache_bytes": 0}, {"prefix_cache_bytes": 8_000_000}, {"draft": "lookup"}], ids=str
 )
-def test_requests_that_share_batches_get_the_tokens_of_the_cpus_bundle(
-    bundle: Path, wanted: list[tuple[int, ...]], options: dict[str, Any]
-):
+def test_requests_that_share_batches_get_the_tokens_of_the_cpus_bundle(bundle, wanted, options):
     with load(bundle, emulate=True, self_test=False, **options) as model:
         assert generate(model) == wanted
         assert generate(model) == wanted, "also from what the first round left behind"
 
 
-# ---------------------------------------------------------------------------------------------------- what it stands on
-
-
-def test_a_bundle_that_is_emulated_is_planned_in_the_machines_memory(bundle: Path):
+def test_a_bundle_that_is_emulated_is_planned_in_the_machines_memory(bundle):
     manifest = read_bundle(bundle)
     found = emulate_target(manifest)
     assert manifest.device is not None

@@ -105,8 +105,6 @@ def test_what_makes_no_sense_is_refused(model, arguments, message):
         model.embed(**{"texts": ["a"], **arguments})
 
 
-# ------------------------------------------------------------------------------------------------------------ ranking
-
 QUERY, DOCUMENTS = "How do I list files?", ["import os\nos.listdir('.')", "a", "print(1) " * 6, ""]
 
 

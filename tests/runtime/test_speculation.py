@@ -56,8 +56,6 @@ def random_sampler(seed: int, vocab_size: int = VOCAB) -> Sampler:
     return make_sampler(SamplingContext(SamplingParams(temperature=1.0, seed=seed), vocab_size, prompt_length=2))
 
 
-# --------------------------------------------------------------------------------------------------- the distribution
-
 ADVERSARIES: dict[str, Callable[[list[int], int], list[int]]] = {
     "most probable": lambda tokens, _: [int(toy(tokens).argmax())] * 2,
     "least probable": lambda tokens, _: [int(toy(tokens).argmin())] * 2,
@@ -93,7 +91,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("adversary", ADVERSARIES)
-def test_whatever_is_drafted_the_output_has_the_distribution_of_the_model(adversary: str):
+def test_whatever_is_drafted_the_output_has_the_distribution_of_the_model(adversary):
     assert chi_square(pairs_drawn(adversary)) < CHI_SQUARE_24
 
 
@@ -118,11 +116,8 @@ def accepts_everything(drafts: Sequence[int], draw: Callable[[int], int]) -> Ite
 
 
 @pytest.mark.parametrize("rule", [lenient, accepts_everything])
-def test_another_rule_of_acceptance_shows_in_the_distribution(rule: Verify):
+def test_another_rule_of_acceptance_shows_in_the_distribution(rule):
     assert chi_square(pairs_drawn("always the same", rule)) > CHI_SQUARE_24
-
-
-# --------------------------------------------------------------------------------------------------- the same tokens
 
 
 def test_draws_stop_at_the_first_disagreement_which_is_committed():
@@ -140,7 +135,7 @@ def test_draws_stop_at_the_first_disagreement_which_is_committed():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
 @pytest.mark.parametrize("adversary", ADVERSARIES)
-def test_tokens_are_those_that_come_without_speculation(temperature: float, adversary: str):
+def test_tokens_are_those_that_come_without_speculation(temperature, adversary):
     params = SamplingParams(temperature=temperature, top_p=0.95, seed=11)
     wanted = plain(toy, make_sampler(SamplingContext(params, VOCAB, prompt_length=2)), [0, 1], 200)
     sampler, tokens = make_sampler(SamplingContext(params, VOCAB, prompt_length=2)), [0, 1]

@@ -119,7 +119,7 @@ class NeverStops(DraftLength):
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_at_80_percent_acceptance_it_is_nearly_as_fast_as_the_best_fixed_length(machine: Machine):
+def test_at_80_percent_acceptance_it_is_nearly_as_fast_as_the_best_fixed_length(machine):
     speeds, best = [], []
     for seed in range(2):
         speeds.append(speed(machine, simulate(machine, lambda _: 0.8, 1000, seed, watch=True)))
@@ -130,14 +130,14 @@ def test_at_80_percent_acceptance_it_is_nearly_as_fast_as_the_best_fixed_length(
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("acceptance", [0.0, 0.3])
 @pytest.mark.parametrize("watch", [False, True])
-def test_text_that_nobody_can_guess_costs_less_than_two_percent(machine: Machine, acceptance: float, watch: bool):
+def test_text_that_nobody_can_guess_costs_less_than_two_percent(machine, acceptance, watch):
     for tokens, seeds in ((128, 8), (1000, 2)):
         speeds = [speed(machine, simulate(machine, lambda _: acceptance, tokens, s, watch=watch)) for s in range(seeds)]
         assert np.mean(speeds) > 1 - MOST_LOST
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_a_controller_that_never_stops_loses_more_than_two_percent(machine: Machine):
+def test_a_controller_that_never_stops_loses_more_than_two_percent(machine):
     assert speed(machine, simulate(machine, lambda _: 0.1, 1000, 0, NeverStops)) < 1 - MOST_LOST
 
 
@@ -152,13 +152,13 @@ def of_short_requests(machine: Machine, acceptance: float, ledger: Ledger | None
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_many_short_requests_pay_for_their_trials_together(machine: Machine):
+def test_many_short_requests_pay_for_their_trials_together(machine):
     assert of_short_requests(machine, 0.1, Ledger()) > 1 - MOST_LOST
     assert of_short_requests(machine, 0.1, None) < 1 - MOST_LOST  # planted: each for itself
 
 
 @pytest.mark.parametrize("machine", [INT4_ON_W8A8, INT8, DRAFT_MODEL])
-def test_text_that_begins_to_repeat_itself_is_noticed(machine: Machine):
+def test_text_that_begins_to_repeat_itself_is_noticed(machine):
     late = 200
 
     def acceptance(position: int) -> float:
@@ -227,9 +227,7 @@ def lost(machine: Machine, sequences: Moves, ledger: Ledger | None = None) -> tu
 
 @pytest.mark.parametrize("machine", [INT4_ON_W8A8, INT4, INT8, INT4_ON_VNNI])
 @given(sequences=st.lists(MOVES, max_size=6))
-def test_even_a_drafter_that_knows_the_policy_costs_a_stake_at_most_and_half_a_percent(
-    machine: Machine, sequences: Moves
-):
+def test_even_a_drafter_that_knows_the_policy_costs_a_stake_at_most_and_half_a_percent(machine, sequences):
     total, worst, plain = lost(machine, sequences)
     assert worst <= STAKE + EXACT
     assert total <= SHARED_STAKE + ALLOWANCE * plain + EXACT

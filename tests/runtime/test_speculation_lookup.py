@@ -30,7 +30,7 @@ def matches(tokens: list[int], end: int, length: int) -> bool:
 
 
 @given(TEXTS, st.integers(1, 200), st.integers(0, 40))
-def test_it_proposes_what_a_search_of_the_whole_text_finds(text: list[int], prompt: int, count: int):
+def test_it_proposes_what_a_search_of_the_whole_text_finds(text, prompt, count):
     lookup = PromptLookup()
     for length in range(min(prompt, len(text)), len(text) + 1):
         tokens = text[:length]
@@ -38,14 +38,14 @@ def test_it_proposes_what_a_search_of_the_whole_text_finds(text: list[int], prom
 
 
 @given(TEXTS, st.lists(st.integers(1, 9), min_size=1))
-def test_it_may_be_asked_after_any_number_of_new_tokens(text: list[int], jumps: list[int]):
+def test_it_may_be_asked_after_any_number_of_new_tokens(text, jumps):
     lookup, length = PromptLookup(), 1
     for jump in jumps:
         length = min(length + jump, len(text))
         assert lookup.propose(0, text[:length], 5) == searched(text[:length], 5)
 
 
-def test_the_longest_match_counts_and_of_those_the_last(monkeypatch: pytest.MonkeyPatch):
+def test_the_longest_match_counts_and_of_those_the_last(monkeypatch):
     text = [1, 2, 3, 40, 1, 2, 3, 41, 9, 2, 3, 42, 1, 2, 3]
     assert PromptLookup().propose(0, text, 2) == [41, 9]
     monkeypatch.setattr(drafters, "SIZES", range(2, 1, -1))
@@ -53,7 +53,7 @@ def test_the_longest_match_counts_and_of_those_the_last(monkeypatch: pytest.Monk
     assert PromptLookup().propose(0, text, 2) == [42, 1]  # planted: a shorter match finds something else
 
 
-def test_among_long_matches_the_longest_counts(monkeypatch: pytest.MonkeyPatch):
+def test_among_long_matches_the_longest_counts(monkeypatch):
     text = [9, 1, 2, 3, 4, 40, 8, 1, 2, 3, 4, 41, 9, 1, 2, 3, 4]
     assert PromptLookup().propose(0, text, 1) == [40]
     monkeypatch.setattr(drafters, "CANDIDATES", 1)

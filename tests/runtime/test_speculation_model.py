@@ -75,12 +75,7 @@ def calls(draft: Model, monkeypatch: pytest.MonkeyPatch) -> Calls:
     return seen
 
 
-# ------------------------------------------------------------------------------------------------------------- drafts
-
-
-def test_a_model_that_drafts_for_itself_is_always_right(
-    drafter: ModelDrafter, texts: list[tuple[list[int], list[int]]]
-):
+def test_a_model_that_drafts_for_itself_is_always_right(drafter, texts):
     for key, (prompt, answer) in enumerate(texts):
         for start in (0, 1, 5, 6, 8, 16):  # by steps, by what was drafted, and further than that
             tokens = prompt + answer[:start]
@@ -88,7 +83,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(
         drafter.forget(key)
 
 
-def test_rejected_drafts_leave_no_trace(drafter: ModelDrafter, texts: list[tuple[list[int], list[int]]]):
+def test_rejected_drafts_leave_no_trace(drafter, texts):
     prompt, answer = texts[0]
     other = [(token + 1) % 4096 for token in answer]
     for n in range(4):
@@ -105,9 +100,7 @@ def fresh(drafter: ModelDrafter, prompt: list[int], answer: list[int]) -> list[i
     return found
 
 
-def test_it_reads_only_what_it_has_not_seen(
-    drafter: ModelDrafter, calls: Calls, texts: list[tuple[list[int], list[int]]]
-):
+def test_it_reads_only_what_it_has_not_seen(drafter, calls, texts):
     prompt, answer = texts[0]
     n = len(prompt)
     drafter.propose(0, prompt, 3)
@@ -123,9 +116,7 @@ def test_it_reads_only_what_it_has_not_seen(
     assert calls == [("decode", 0, n + 11, 1)]
 
 
-def test_sequences_have_rows_of_their_own(
-    drafter: ModelDrafter, calls: Calls, texts: list[tuple[list[int], list[int]]]
-):
+def test_sequences_have_rows_of_their_own(drafter, calls, texts):
     for start in (0, 1, 2):
         for key in (0, 1):
             prompt, answer = texts[key]
@@ -134,9 +125,7 @@ def test_sequences_have_rows_of_their_own(
     assert sum(phase == "prefill" for phase, *_ in calls) == 2
 
 
-def test_the_row_that_was_idle_longest_makes_room(
-    drafter: ModelDrafter, calls: Calls, texts: list[tuple[list[int], list[int]]]
-):
+def test_the_row_that_was_idle_longest_makes_room(drafter, calls, texts):
     for key in (0, 1, 0, 2, 0, 1):
         prompt, answer = texts[key]
         assert drafter.propose(key, prompt, 3) == answer[:3]
@@ -144,19 +133,13 @@ def test_the_row_that_was_idle_longest_makes_room(
     assert prefilled == [0, 0, 0, 0]  # 0, 1, 2 in the place of 1, and 1 in the place of 2
 
 
-# ------------------------------------------------------------------------------------------------------------- limits
-
-
-def test_it_drafts_to_the_end_of_its_context_and_no_further(drafting_bundle: Path, target: Model):
+def test_it_drafts_to_the_end_of_its_context_and_no_further(drafting_bundle, target):
     with load(drafting_bundle, threads=1, max_context=32, self_test=False) as model:
         drafter = ModelDrafter(model, target)
         tokens = list(range(100, 130))
         assert len(drafter.propose(0, tokens, 8)) == 3  # two are fed, and the third is known then
         assert len(drafter.propose(0, [*tokens, 1, 2], 8)) == 1
         assert drafter.propose(0, [*tokens, 1, 2, 3], 8) == []
-
-
-# --------------------------------------------------------------------------------------------------------- tokenizers
 
 
 class Other:
@@ -182,7 +165,7 @@ def rewrite(folder: Path, text: str, new: str) -> None:
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
-def test_a_token_with_another_text_is_refused_by_name(target: Model, other: Other):
+def test_a_token_with_another_text_is_refused_by_name(target, other):
     vocabulary = json.loads((other.folder / TOKENIZER_FILE).read_text(encoding="utf-8"))["model"]["vocab"]
     text = next(text for text, token in vocabulary.items() if token == 1000)
     rewrite(other.folder, text, "changed")
@@ -190,7 +173,7 @@ def test_a_token_with_another_text_is_refused_by_name(target: Model, other: Othe
         check_same_tokenizer(other, target)
 
 
-def test_other_special_tokens_are_refused(target: Model, other: Other):
+def test_other_special_tokens_are_refused(target, other):
     from llmc.runtime.text.tokenizer import Tokenizer
 
     other.tokenizer = Tokenizer.from_folder(target.folder)

@@ -77,20 +77,20 @@ def speed(machine: str, text: dict[str, Any], clock: Clock, engine: tuple[StepCo
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_answers_that_copy_nothing_cost_less_than_two_percent(machine: str, texts: dict[str, Any], clock: Clock):
+def test_answers_that_copy_nothing_cost_less_than_two_percent(machine, texts, clock):
     free = {name: speed(machine, text, clock) for name, text in texts.items() if name.startswith("free")}
     assert len(free) > 5
     assert min(free.values()) > LEAST
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_answers_that_copy_are_faster(machine: str, texts: dict[str, Any], clock: Clock):
+def test_answers_that_copy_are_faster(machine, texts, clock):
     copying = {name: speed(machine, text, clock) for name, text in texts.items() if name.startswith("held")}
     assert copying.pop("held summary") > LEAST_SUMMARY
     assert min(copying.values()) > LEAST_COPYING
 
 
-def test_without_stakes_and_margin_more_is_lost(texts: dict[str, Any], clock: Clock, monkeypatch: pytest.MonkeyPatch):
+def test_without_stakes_and_margin_more_is_lost(texts, clock, monkeypatch):
     """Planted."""
     monkeypatch.setattr(control, "STAKE", 1e9)
     monkeypatch.setattr(control, "MARGIN", 0.5)
@@ -100,7 +100,7 @@ def test_without_stakes_and_margin_more_is_lost(texts: dict[str, Any], clock: Cl
 
 
 @pytest.mark.parametrize(("right", "reads"), [(False, range(1, 4)), (True, range(20, 21))])
-def test_a_draft_model_that_never_wins_reads_few_prompts(right: bool, reads: range, clock: Clock):
+def test_a_draft_model_that_never_wins_reads_few_prompts(right, reads, clock):
     """20 answers of 100 tokens to prompts that take 8 steps to read: 6 tokens' worth, and 0.5 % of these."""
 
     class Model:

@@ -62,9 +62,6 @@ def lowered_logits(lowering, decoder, case, form: QuantConfig, store: Store | Ca
     return np.stack([graph(ids) for ids in samples().tolist()])
 
 
-# ------------------------------------------------------------------------------------------------------------ foldings
-
-
 @varied
 def test_folding_alone_changes_no_logit(case, lowering, decoder, tmp_path):
     store = run(case, tmp_path / "store", smoothing=0.5)
@@ -96,8 +93,6 @@ def test_a_forgotten_factor_exceeds_the_tolerance(exported, lowering, decoder, t
     found = lowered_logits(lowering, decoder, case, Float32(), Store(store.folder))
     assert distance(found, lowered_logits(lowering, decoder, case, Float32(), None)) > FLOAT_TOLERANCE
 
-
-# ------------------------------------------------------------------------------------ the bundle holds what was decided
 
 SCHEMES = {
     "gptq": ({"scheme": "gptq"}, FOUR),
@@ -185,8 +180,6 @@ def test_each_layer_sees_the_quantized_ones_before_it(exported, tmp_path):
     assert (ranges[0] != ranges[1]).any()
 
 
-# -------------------------------------------------------------------------------------------------- stopped and resumed
-
 HEAVY = {"scheme": "gptq", "smoothing": 0.5}
 
 
@@ -218,9 +211,6 @@ def test_an_interrupted_calibration_goes_on_and_ends_the_same(exported, whole, t
     source = Watched(exported(BIASES).export)
     assert contents(run(exported(BIASES), tmp_path / "store", source=source, **HEAVY).folder) == whole
     assert source.read == list(range(writes // 2, 2))
-
-
-# --------------------------------------------------------------------------------------------------------------- memory
 
 
 class Watched(StreamedDecoder):

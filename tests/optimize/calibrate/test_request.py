@@ -76,9 +76,6 @@ def start(tiny_export):
     return run
 
 
-# ------------------------------------------------------------------------------------------------------ what is asked
-
-
 def test_a_text_that_nothing_looks_at_is_refused(start, calls, text):
     with pytest.raises(UsageError, check=about("calibration")):
         start({"decoder": decoder, "calibration": text}, precision="int4")
@@ -124,8 +121,6 @@ def test_a_text_too_short_to_calibrate_on_names_the_options_that_help(start, cal
         start({"decoder": decoder, "calibration": tmp_path / "short.txt"}, **BASE)
     assert calls.folders == []
 
-
-# ------------------------------------------------------------------------------------------------------------- the key
 
 WINDOWS: dict[str, Any] = {"decoder": decoder, "samples": 2, "length": 16}
 BASE: dict[str, Any] = {"precision": "int4", "scheme": "gptq"}

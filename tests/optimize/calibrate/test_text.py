@@ -81,9 +81,6 @@ def model_folder(tiny_checkpoint: Path, tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-# ---------------------------------------------------------------------------------------------------------- plain text
-
-
 def test_windows_follow_each_other_through_the_text(read, file, tokenizer):
     path, ids = file(PROSE), tokens(tokenizer, PROSE)
     found = read(path)
@@ -104,9 +101,6 @@ def test_a_longer_text_gives_windows_from_all_over_it(read, file, samples):
     gaps = np.diff([*places, len(every)])
     assert places[0] == 0 and len(places) == samples
     assert gaps.max() - gaps.min() <= 1 and gaps.min() >= 1
-
-
-# --------------------------------------------------------------------------------------------------------------- chats
 
 
 @pytest.mark.parametrize(
@@ -146,9 +140,6 @@ def test_a_line_that_holds_no_conversation_is_refused_with_its_number(read, file
         read(file(f"{json.dumps(CHAT)}\n\n{line}\n", "chats.jsonl"))
 
 
-# ----------------------------------------------------------------------------------------------------------- bad files
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -175,9 +166,6 @@ def test_a_token_beyond_the_models_vocabulary_is_refused(read, file, tokenizer):
         read(file(PROSE), vocab_size=highest)
 
 
-# --------------------------------------------------------------------------------------------------------- large files
-
-
 @pytest.fixture
 def at_most(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return lambda size: monkeypatch.setattr(text, "READ_AT_MOST", size)
@@ -198,9 +186,6 @@ def test_of_a_large_file_the_beginning_is_used_and_all_is_hashed(read, file, tok
 def test_a_character_cut_by_the_limit_is_dropped(read, file, tokenizer, at_most, size):
     at_most(size)
     assert read(file("北京" * 1000)).tokens == len(tokens(tokenizer, ("北京" * 1000)[: size // 3]))
-
-
-# -------------------------------------------------------------------------------------------------------- default text
 
 
 @pytest.fixture(scope="session")

@@ -65,17 +65,12 @@ def original_logits(tiny_checkpoint: Path, text: CalibrationSamples) -> np.ndarr
 
 
 @pytest.fixture(scope="module")
-def qualities(
-    bundles: dict[str, Path], text: CalibrationSamples, tiny_export: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Quality]:
+def qualities(bundles, text, tiny_export, tmp_path_factory) -> dict[str, Quality]:
     cache, found = tmp_path_factory.mktemp("cache"), {}
     for name, folder in bundles.items():
         with load(folder, threads=1) as model:
-            found[name] = evaluate(model, text, reference=tiny_export, cache=cache)
+            found[name] = evaluate(model, text, reference=tiny_export, cache=cache).quality
     return found
-
-
-# --------------------------------------------------------------------------------------------- against transformers
 
 
 def torch_figures(
@@ -125,9 +120,6 @@ def test_tokens_scored_one_too_early_exceed_the_tolerances(qualities, model, tex
     assert abs(found.phases["prefill"].perplexity / perplexity - 1) > PERPLEXITY_TOLERANCE
 
 
-# ------------------------------------------------------------------------------------------------------- what is scored
-
-
 def test_windows_do_not_overlap_and_lose_their_first_token(text, text_file, model, qualities):
     whole = model.tokenizer.encode(text_file.read_text(encoding="utf-8"), add_special_tokens=False)
     pieces = {tuple(whole[start : start + WINDOW]) for start in range(0, len(whole), WINDOW)}
@@ -152,15 +144,9 @@ def test_each_path_is_fed_as_it_runs(model, text, monkeypatch):
     assert [call.past_lengths[0] for call in decode] == [*range(WINDOW - 1)] * 2  # from an empty cache each
 
 
-# --------------------------------------------------------------------------------------------------------- greedy match
-
-
 def test_full_precision_matches_to_the_last_greedy_token(qualities):
     assert qualities["fp32"].greedy_match == qualities["fp32"].greedy_tokens == 16
     assert 0 <= qualities["int4"].greedy_match < 16
-
-
-# ------------------------------------------------------------------------------------------------------------- refusals
 
 
 def test_windows_fit_a_short_context_by_themselves(bundles, text_file):
@@ -173,9 +159,6 @@ def test_a_reference_of_another_model_is_refused(model, text, tiny_export, monke
     monkeypatch.setattr(model, "manifest", dataclasses.replace(model.manifest, source=other))
     with pytest.raises(UsageError, check=about("reference")):
         evaluate(model, text, reference=tiny_export)
-
-
-# ------------------------------------------------------------------------------ what each precision may cost, no more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +206,7 @@ def test_a_planted_error_exceeds_the_bounds(bundles, text, tiny_export, tmp_path
     folder = shutil.copytree(bundles[name], tmp_path / name)
     rescale(folder, "layers.2.self_attn.o_proj", factor)
     with load(folder, threads=1, self_test=False) as model:
-        quality = evaluate(model, text, reference=tiny_export, greedy=False)
+        quality = evaluate(model, text, reference=tiny_export, greedy=False).quality
     assert not within(quality, "decode", BOUNDS[name, "decode"])
     assert math.isfinite(quality.perplexity)
 

@@ -50,9 +50,6 @@ def refused(budget: Budget) -> str:
     return str(error.value)
 
 
-# --------------------------------------------------------------------------------------------------------- violations
-
-
 @pytest.mark.parametrize(
     "budget",
     [Budget(), Budget(max_kl=0.04), Budget(min_agreement=0.9), Budget(max_perplexity_increase=0.031), Budget(1, 0, 1)],
@@ -135,8 +132,6 @@ def test_the_message_names_what_can_meet_the_budget(most, better):
 def test_what_does_not_come_with_llmc_has_one_too(changes, better):
     assert name_better(recipe(**changes), ["decode"]) == better
 
-
-# ------------------------------------------------------------------------------------------------------- a whole build
 
 CONTEXT = 64
 

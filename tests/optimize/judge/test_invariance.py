@@ -127,7 +127,7 @@ def with_limits(manifest: Manifest, max_context: int = 512, max_batch: int = 8) 
 
 
 @pytest.mark.parametrize(("flaw", "prefill", "decode"), FLAWS)
-def test_a_difference_of_one_bit_is_found_and_named(manifest: Manifest, flaw, prefill: Invariance, decode: Invariance):
+def test_a_difference_of_one_bit_is_found_and_named(manifest, flaw, prefill, decode):
     found = measure_guarantees(Exact(flaw), with_limits(manifest))
     assert {phase: graph.invariance for phase, graph in found.graphs.items()} == {"prefill": prefill, "decode": decode}
 
@@ -138,7 +138,7 @@ def far_alone(call: Batch, logits: np.ndarray) -> None:
         one_bit(logits[..., :1])
 
 
-def test_a_lone_token_is_compared_with_several_after_a_long_prefix_too(manifest: Manifest):
+def test_a_lone_token_is_compared_with_several_after_a_long_prefix_too(manifest):
     graphs = measure_guarantees(Exact(far_alone), with_limits(manifest, max_context=1024)).graphs
     assert {graph.invariance for graph in graphs.values()} == {replace(ALL, single=False)}
 
@@ -148,7 +148,7 @@ def built(request: pytest.FixtureRequest) -> Iterator[Path]:
     yield request.getfixturevalue(request.param)
 
 
-def test_a_build_records_what_a_loaded_bundle_shows(built: Path):
+def test_a_build_records_what_a_loaded_bundle_shows(built):
     manifest = read_bundle(built)
     session = open_session(built, manifest, 1)
     again = measure_guarantees(session, manifest)
@@ -158,7 +158,7 @@ def test_a_build_records_what_a_loaded_bundle_shows(built: Path):
         assert graph.invariance.rows and graph.invariance.tokens and graph.invariance.outputs  # at least even calls
 
 
-def test_pairs_of_rows_and_tokens_compute_the_same_in_other_company(built: Path):
+def test_pairs_of_rows_and_tokens_compute_the_same_in_other_company(built):
     """The guarantee, tried with other tokens, lengths and sizes than those it was measured with."""
     manifest = read_bundle(built)
     session = open_session(built, manifest, 1)

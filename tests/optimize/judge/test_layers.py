@@ -10,8 +10,11 @@ import pytest
 from llmc.bundle import read_bundle
 from llmc.optimize.build import build
 from llmc.optimize.judge.layers import LayerError, layer_errors
+from llmc.optimize.judge.quality import compare
 from llmc.optimize.judge.reference import Reference
 from llmc.optimize.recipe import BuildRequest, Request
+from llmc.runtime import load
+from llmc.runtime.sessions import Phase
 
 TOKENS = 12
 # Decibels. float32 rounds at 2^-24 (144 dB), and a layer adds up some hundred products: measured 125 ... 130.
@@ -66,6 +69,29 @@ def test_full_precision_has_no_error_anywhere(made, exported, tokens, name):
     names = ["model.embed_tokens", *(f"model.layers.{i}" for i in range(layers)), "lm_head"]
     assert found.keys() == {(part, phase) for part in names for phase in ("prefill", "decode")}
     assert min(error.decibels for error in found.values()) > EXACT
+
+
+# Relative: both sides compute the same layer, one through the cut graph, and add up in another order.
+SAME_KL = 1e-3
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_kl_by_layer_is_that_of_a_bundle_in_which_only_that_layer_is_rounded(exported, tokens, tmp_path, phase):
+    export = exported(NAMES[1]).export
+    request = Request(precision="int4", head="fp32", layers={"model.layers.0.*": "fp32"}, cache="float32")
+    folder = build(BuildRequest(export, tmp_path / "one", recipe=request)).output
+    reference = Reference(export)
+    found = layer_errors(folder, read_bundle(folder), reference, tokens, kl=True)
+    by_layer = {(error.name, error.phase): error.mean_kl for error in found}
+    states = reference.compute_normed(tokens.tolist())
+    with load(folder, threads=1, self_test=False) as model:
+        pairs = [
+            (reference.project(it), model.runner.logits(ids, phase))
+            for it, ids in zip(states, tokens.tolist(), strict=True)
+        ]
+    whole = np.concatenate([compare(*pair)[0] for pair in pairs]).mean()
+    assert by_layer["model.layers.1", phase.value] == pytest.approx(whole, rel=SAME_KL)
+    assert max(by_layer["model.layers.0", phase.value], by_layer["lm_head", phase.value]) < whole / 1000
 
 
 @pytest.fixture

@@ -50,16 +50,13 @@ def make(source: Path, output: Path, target: str, **recipe: Any) -> BuildReport:
     ],
 )
 def test_a_model_whose_values_leave_float16_is_refused_by_the_names_of_its_nodes(
-    scaled: Path, tmp_path: Path, target: str, precision: str, remedy: str
+    scaled, tmp_path, target, precision, remedy
 ):
     with pytest.raises(BuildError, match=r"float16 overflows in \d+ values of this model, beginning with ") as refused:
         make(scaled, tmp_path / "out" / "bundle", target, precision=precision)
     assert "model.layers.0.mlp." in str(refused.value)
     assert remedy in str(refused.value)
     assert list(tmp_path.iterdir()) == [], "nothing is published"
-
-
-# ------------------------------------------------------------------------------------------------- what is looked at
 
 
 @pytest.fixture
@@ -81,9 +78,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp16"])
-def test_every_products_result_is_looked_at_and_no_weight(
-    exported: Callable[[str], Any], tmp_path: Path, asked: list[str], precision: str
-):
+def test_every_products_result_is_looked_at_and_no_weight(exported, tmp_path, asked, precision):
     make(exported("llama-biases").export, tmp_path / "bundle", "tensorrt", precision=precision)
     for part in ("self_attn", "o_proj", "up_proj", "down_proj"):
         assert any(name.startswith("model.layers.1.") and part in name for name in asked), part

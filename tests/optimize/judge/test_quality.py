@@ -13,8 +13,6 @@ from llmc.optimize.judge.quality import Tally, compare, negative_log_likelihood
 # Nats: both sides compute in float64 from the same float32 logits, in another order.
 TRANSCRIPTION_TOLERANCE = 1e-9
 
-# ----------------------------------------------------------------------------------------------------------- formulas
-
 
 def transcribed_log_softmax(row: list[float]) -> list[float]:
     """Logarithm of the softmax, one number after the other, summed exactly."""

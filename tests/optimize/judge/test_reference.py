@@ -43,9 +43,6 @@ def test_each_layer_is_opened_once_for_all_groups(exported, monkeypatch, ids):
     assert len(opened) == reference.manifest.geometry.layers + 1  # and the last norm
 
 
-# -------------------------------------------------------------------------------------------- states kept for next time
-
-
 @pytest.fixture
 def windows(ids):
     return np.array([ids[:9], ids[9:18]])
@@ -73,9 +70,6 @@ def test_a_broken_file_is_replaced(exported, windows, tmp_path, content):
     path.write_bytes(content)
     np.testing.assert_array_equal(keep_states(reference, windows, tmp_path), wanted)
     np.testing.assert_array_equal(np.load(path), wanted)
-
-
-# ------------------------------------------------------------------------------------- planted errors and broken files
 
 
 def epsilon_off(model: ir.Model) -> None:

@@ -1,7 +1,6 @@
 """What a bundle takes on its GPU, planned from geometry and recipe: close to what its graph holds."""
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,16 +94,13 @@ def test_blocks_without_zero_points_are_what_cuda_is_planned_with():
     )
 
 
-def test_an_engine_that_is_there_tells_its_weights_itself(tmp_path: Path):
+def test_an_engine_that_is_there_tells_its_weights_itself(tmp_path):
     plan = device_plan(GEOMETRY, LIMITS, recipe(precision="fp16"))
     (tmp_path / "engine.plan").write_bytes(b"x" * 1234)
     engine = replace(PLAN, buckets=(1024,), decode=Profile(4, 1, 1), compute_capabilities=())
     assert with_engine(plan, tmp_path, engine) == plan.without("weights").add(Part("weights", 1234))
     for other in (None, replace(engine, file="")):
         assert with_engine(plan, tmp_path, other) == plan
-
-
-# --------------------------------------------------------------------------------------------------- against the graph
 
 
 def stored_bytes(graph: Path) -> int:
@@ -135,13 +131,11 @@ def ratio(export: Path, output: Path, precision: str, forgotten: int = 0) -> flo
         ("qwen2-tied-bf16", "int8"),
     ],
 )
-def test_planned_weights_are_those_of_the_graph(
-    exported: Callable[[str], Any], tmp_path: Path, name: str, precision: str
-):
+def test_planned_weights_are_those_of_the_graph(exported, tmp_path, name, precision):
     assert LEAST <= ratio(exported(name).export, tmp_path / "bundle", precision) <= MOST
 
 
-def test_the_tolerance_for_weights_notices_a_table_that_is_forgotten(exported: Callable[[str], Any], tmp_path: Path):
+def test_the_tolerance_for_weights_notices_a_table_that_is_forgotten(exported, tmp_path):
     table = 2 * 96 * 64  # of 16 bits
     export, output = exported("llama-biases").export, tmp_path / "bundle"
     assert ratio(export, output, "fp16", forgotten=table) > MOST

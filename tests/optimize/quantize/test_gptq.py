@@ -83,16 +83,10 @@ def factor_error(layer, damping: float) -> float:
     return float((rest - rest.diagonal().diag()).abs().max() / rest.diagonal().min())
 
 
-# ------------------------------------------------------------------------------------------------------ what it is for
-
-
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_it_beats_rounding_to_nearest(layer, grid):
     found = gptq.quantize(layer.weights, layer.statistics.inputs, grid)
     assert layer.error(found) < GAIN_TOLERANCE * layer.error(rtn.quantize(layer.weights.numpy(), grid))
-
-
-# --------------------------------------------------------------------------------------------------------- hard inputs
 
 
 def test_of_inputs_that_are_all_zero_weights_are_rounded_to_nearest(layer):

@@ -28,9 +28,6 @@ def quantized(grid: Grid, shape: tuple[int, int]) -> Quantized:
     return Quantized(integers(grid, shape), scales, grid, None if grid.symmetric else integers(grid, groups, seed=2))
 
 
-# ----------------------------------------------------------------------------------------------------- what they mean
-
-
 def meaning(q: Quantized, n: int, k: int) -> np.float32:
     """What one integer stands for."""
     group = k // q.grid.width(q.values.shape[1])
@@ -45,9 +42,6 @@ def test_dequantize_takes_scale_and_zero_point_of_each_integers_group(grid):
         wanted = [[meaning(q, n, k) for k in range(shape[1])] for n in range(shape[0])]
         assert q.dequantize().dtype == np.float32
         np.testing.assert_array_equal(q.dequantize(), np.array(wanted, np.float32))
-
-
-# ----------------------------------------------------------------------------------------- as ONNX Runtime reads them
 
 
 def one_node(op_type: str, feeds: dict[str, np.ndarray], constants, open_session, **attributes) -> np.ndarray:

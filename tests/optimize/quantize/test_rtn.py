@@ -44,9 +44,6 @@ weight = st.floats(-4, 4, width=32).filter(lambda value: value == 0 or abs(value
 matrices = arrays.arrays(np.float32, st.tuples(st.integers(1, 4), st.integers(1, 70)), elements=weight)
 
 
-# ----------------------------------------------------------------------------------------------------------- the error
-
-
 @settings(deadline=None, max_examples=200)
 @given(matrices, st.sampled_from(GRIDS))
 def test_the_error_is_never_above_that_of_plain_rounding(weights, grid):
@@ -99,9 +96,6 @@ def test_the_search_is_close_to_the_best_scale(grid):
     assert error_over_the_best(rtn.quantize, grid) <= SEARCH_TOLERANCE[grid]
 
 
-# ------------------------------------------------------------------------------------------------------- single groups
-
-
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_a_group_of_zeros_has_scale_0_or_the_smallest_above_it(grid):
     weights = normal((3, 256))
@@ -136,9 +130,6 @@ def test_weights_that_lie_on_the_grid_come_back_as_they_were(grid):
     scales = rng.choice([-1, 1], (4, grid.groups(64))) * 2.0 ** rng.integers(-9, -3, (4, grid.groups(64)))
     weights = (integers * np.repeat(scales, grid.width(64), axis=1)).astype(np.float32)
     np.testing.assert_array_equal(rtn.quantize(weights, grid).dequantize(), weights)
-
-
-# ---------------------------------------------------------------------------- planted errors: the tolerances can fail
 
 
 @pytest.mark.parametrize("grid", SEARCH_TOLERANCE, ids=str)

@@ -1,14 +1,12 @@
 """Which attention TensorRT-RTX computes with one kernel: the edges of the table in recipes/gpu.md, on all its GPUs."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from doubles.engines import build_decoder
 from onnx import parser
 
-from llmc.bundle import EngineConfig, Profile
+from llmc.bundle import Profile
 from llmc.runtime.sessions.tensorrt.library import nameable_gpus
 
 CAUSAL = "mask = LessOrEqual (cache_slots, ends)"
@@ -69,7 +67,7 @@ attention ({kind}[batch, {heads}, sequence, {dim}] q,
     ],
 )
 def test_attention_is_one_kernel_within_the_bounds_of_the_page(
-    rtx: Any, config: EngineConfig, tmp_path: Path, kind: str, heads: int, kv: int, dim: int, mask: str, attention: str
+    rtx, config, tmp_path, kind, heads, kv, dim, mask, attention
 ):
     path = tmp_path / "decoder.onnx"
     text = GRAPH.format(kind=kind, heads=heads, kv=kv, dim=dim, mask=mask)

@@ -2,15 +2,13 @@
 
 import signal
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from doubles.engines import build_decoder
 
-from llmc.bundle import EngineConfig, Profile
+from llmc.bundle import Profile
 from llmc.errors import BuildError, ResourceError
 from llmc.optimize.tensorrt.ladder import rewrite_border
 from llmc.optimize.tensorrt.messages import remarks
@@ -28,14 +26,14 @@ def leftovers(graph: Path) -> list[str]:
     return [path.name for path in graph.parent.iterdir() if "engine" in path.name]
 
 
-def test_an_engine_is_built_from_mapped_weights(rtx: Any, decoder: Path, config: EngineConfig):
+def test_an_engine_is_built_from_mapped_weights(rtx, decoder, config):
     report = build_decoder(rtx, decoder, config)
     assert decoder.with_name("engine.plan").stat().st_size > 10_000
     assert report.aliases == {"present.0.key": CACHES[0], "present.0.value": CACHES[1]}
     assert remarks(report.messages) == ()
 
 
-def test_the_keys_of_attention_are_read_as_they_lie(rtx: Any, decoder: Path, config: EngineConfig):
+def test_the_keys_of_attention_are_read_as_they_lie(rtx, decoder, config):
     """The parser multiplies them by a scale, even by 1."""
     network = Network(rtx, rtx.Builder(logger(rtx).native), decoder, read_graph(decoder, CAPACITY))
     assert [name.partition("]")[0][-11:] for name in _read_by_attention(network)] == ["ElementWise"] * 2
@@ -43,7 +41,7 @@ def test_the_keys_of_attention_are_read_as_they_lie(rtx: Any, decoder: Path, con
     assert _read_by_attention(network) == ["q_turned", "keys"]
 
 
-def test_attention_between_casts_to_float32_is_still_one_kernel(rtx: Any, decoder: Path, config: EngineConfig):
+def test_attention_between_casts_to_float32_is_still_one_kernel(rtx, decoder, config):
     """In float32 throughout it is several; so the library may have taken the casts into its kernel for float16."""
     rewrite_border(decoder, "float32", "float16")
     network = Network(rtx, rtx.Builder(logger(rtx).native), decoder, read_graph(decoder, CAPACITY))
@@ -58,12 +56,7 @@ def _read_by_attention(network: Network) -> list[str]:
     return [layer.get_input(index).name for index in (0, 1)]
 
 
-# --------------------------------------------------------------------------------------- graphs that are not built
-
-
-def test_an_input_that_the_parser_drops_fails_the_build(
-    rtx: Any, save: Callable[..., Path], graph_text: str, config: EngineConfig
-):
+def test_an_input_that_the_parser_drops_fails_the_build(rtx, save, graph_text, config):
     """The parser takes the lengths of Attention-24 without a word and would attend as if there were none."""
     text = graph_text.replace("<scale = 1.0> (q_turned, keys, values, mask)", CAUSAL)
     path = save(text.replace("mixed =", "lengths = Add (past_lengths, tokens)\n    mixed ="))
@@ -72,26 +65,20 @@ def test_an_input_that_the_parser_drops_fails_the_build(
     assert leftovers(path) == []
 
 
-def test_a_dropped_input_of_the_graph_fails_the_build(
-    rtx: Any, save: Callable[..., Path], graph_text: str, config: EngineConfig
-):
+def test_a_dropped_input_of_the_graph_fails_the_build(rtx, save, graph_text, config):
     text = graph_text.replace("<scale = 1.0> (q_turned, keys, values, mask)", CAUSAL)
     path = save(text.replace("int64[attended] cache_slots,", "int64[attended] cache_slots, int64[batch] lengths,"))
     with pytest.raises(BuildError, match=r"left out part of the graph.*lengths"):
         build_decoder(rtx, path, config)
 
 
-def test_an_unsupported_attribute_is_named_with_its_node(
-    rtx: Any, save: Callable[..., Path], graph_text: str, config: EngineConfig
-):
+def test_an_unsupported_attribute_is_named_with_its_node(rtx, save, graph_text, config):
     path = save(graph_text.replace("<scale = 1.0>", "<softcap = 30.0>"))
     with pytest.raises(BuildError, match=r"refused by the parser: n.mixed \(Attention\): softcap"):
         build_decoder(rtx, path, config)
 
 
-def test_an_unsupported_operator_is_named_with_its_node(
-    rtx: Any, save: Callable[..., Path], graph_text: str, config: EngineConfig
-):
+def test_an_unsupported_operator_is_named_with_its_node(rtx, save, graph_text, config):
     text = graph_text.replace('["" : 24]', '["" : 24, "com.microsoft" : 1]').replace(
         "MatMul (chosen, head)",
         "com.microsoft.MatMulNBits <K = 32, N = 96, bits = 4, block_size = 32> (chosen, head, norm)",
@@ -100,14 +87,12 @@ def test_an_unsupported_operator_is_named_with_its_node(
         build_decoder(rtx, save(text), config)
 
 
-def test_a_dimension_without_a_range_is_named(
-    rtx: Any, save: Callable[..., Path], graph_text: str, config: EngineConfig
-):
+def test_a_dimension_without_a_range_is_named(rtx, save, graph_text, config):
     with pytest.raises(BuildError, match="input past_lengths has the dimension 'rows'; expected one of batch"):
         build_decoder(rtx, save(graph_text.replace("int64[batch] past_lengths", "int64[rows] past_lengths")), config)
 
 
-def test_truncated_weights_are_refused_by_name(rtx: Any, decoder: Path, config: EngineConfig):
+def test_truncated_weights_are_refused_by_name(rtx, decoder, config):
     weights = decoder.parent / "weights.bin"
     weights.write_bytes(weights.read_bytes()[:-64])
     with pytest.raises(BuildError, match=r"weights.bin ends inside sin; the file is truncated"):
@@ -117,19 +102,13 @@ def test_truncated_weights_are_refused_by_name(rtx: Any, decoder: Path, config: 
         build_decoder(rtx, decoder, config)
 
 
-# ------------------------------------------------------------------------------------------------------- options
-
-
-def test_a_workspace_too_small_says_what_would_help(rtx: Any, decoder: Path, config: EngineConfig):
+def test_a_workspace_too_small_says_what_would_help(rtx, decoder, config):
     big = replace(config, decode=Profile(64, 1, 1), workspace=1)
     with pytest.raises(ResourceError, match=r"within a workspace of 1 bytes: .*; allow more with workspace"):
         build_decoder(rtx, decoder, big)
 
 
-# ------------------------------------------------------------------------------------------ progress and stopping
-
-
-def test_progress_rises_to_the_end(rtx: Any, decoder: Path, config: EngineConfig):
+def test_progress_rises_to_the_end(rtx, decoder, config):
     told: list[tuple[str, float | None]] = []
     build_decoder(rtx, decoder, config, progress=lambda step, fraction=None: told.append((step, fraction)))
     shares = [share for step, share in told if share is not None]
@@ -140,7 +119,7 @@ def test_progress_rises_to_the_end(rtx: Any, decoder: Path, config: EngineConfig
     assert len(shares) > 5
 
 
-def test_an_error_of_the_progress_ends_the_build_and_reaches_the_caller(rtx: Any, decoder: Path, config: EngineConfig):
+def test_an_error_of_the_progress_ends_the_build_and_reaches_the_caller(rtx, decoder, config):
     def fail(step: str, fraction: float | None = None, /) -> None:
         if fraction:
             raise RuntimeError("the bar broke")
@@ -150,7 +129,7 @@ def test_an_error_of_the_progress_ends_the_build_and_reaches_the_caller(rtx: Any
     assert leftovers(decoder) == []
 
 
-def test_ctrl_c_ends_the_build(rtx: Any, decoder: Path, config: EngineConfig):
+def test_ctrl_c_ends_the_build(rtx, decoder, config):
     def interrupt(step: str, fraction: float | None = None, /) -> None:
         if fraction:
             signal.raise_signal(signal.SIGINT)

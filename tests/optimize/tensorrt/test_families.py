@@ -65,9 +65,7 @@ class Built:
 
 
 @pytest.fixture
-def built(
-    rtx: Any, exported: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Built]]:
+def built(rtx, exported, tmp_path, monkeypatch) -> Iterator[Callable[..., Built]]:
     """Lowers an export and builds it."""
     networks: list[Network] = []
 
@@ -126,7 +124,7 @@ def cache_types(built: Built) -> set[str]:
         *zip(DIFFERENT, cycle(WEIGHTS), strict=False),
     ],
 )
-def test_every_checkpoint_is_built(name: str, weights: str, built: Callable[..., Built]):
+def test_every_checkpoint_is_built(name, weights, built):
     engine = built(name, WEIGHTS[weights])
     check_native(engine)
     # Integer linears of an attention or an MLP that read the same are one.
@@ -137,28 +135,28 @@ def test_every_checkpoint_is_built(name: str, weights: str, built: Callable[...,
     assert cache_types(engine) == {"HALF"}
 
 
-def test_layers_may_differ(built: Callable[..., Built]):
+def test_layers_may_differ(built):
     engine = built("invented", WEIGHTS["int4"])
     linears = {tuple(len(group) for group in engine.geometry.readers if group[0].layer == i) for i in range(4)}
     assert len(linears) == 3
     check_native(engine)
 
 
-def test_engines_are_cross_compiled(built: Callable[..., Built]):
+def test_engines_are_cross_compiled(built):
     engine = built("llama-biases", WEIGHTS["int4"], gpus=("8.6", "8.9"))
     check_native(engine)
     assert engine.size > 10_000
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_other_types_are_built(compute: str, built: Callable[..., Built]):
+def test_other_types_are_built(compute, built):
     engine = built("llama-biases", Computed(), compute=compute)
     check_native(engine)
     assert cache_types(engine) == {"FLOAT" if compute == "float32" else "BF16"}
     assert engine.report.attention == ("decomposed" if compute == "float32" else "fused")
 
 
-def test_integer_activations_are_built(built: Callable[..., Built]):
+def test_integer_activations_are_built(built):
     engine = built("llama-biases", Static(Grid(8, positive=True)))
     check_native(engine)
     assert engine.layers["QUANTIZE"] > 0

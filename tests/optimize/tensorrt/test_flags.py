@@ -11,12 +11,12 @@ from llmc.optimize.tensorrt.flags import DUAL_PRODUCTS, FLAGS, TILES, VARIABLE, 
     ("version", "gpu", "more"),
     [("10.16.2", "11.0", ""), ("11.0.0", "8.9", ""), ("11.0.0", "10.0", DUAL_PRODUCTS), ("11.4.1", "8.9", TILES)],
 )
-def test_flags_go_by_version_and_the_gpus_generation(version: str, gpu: str, more: str):
+def test_flags_go_by_version_and_the_gpus_generation(version, gpu, more):
     assert compiler_flags(version, gpu) == FLAGS + more
 
 
 @pytest.mark.parametrize("before", [None, "-their:own=1"])
-def test_flags_are_there_for_a_while_behind_the_users_own(before: str | None, monkeypatch: pytest.MonkeyPatch):
+def test_flags_are_there_for_a_while_behind_the_users_own(before, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     if before is not None:
         monkeypatch.setenv(VARIABLE, before)

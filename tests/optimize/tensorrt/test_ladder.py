@@ -1,7 +1,6 @@
 """What is tried after an engine is wrong on its GPU, and in which order."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from doubles.plans import PLAN
@@ -20,7 +19,7 @@ from llmc.optimize.tensorrt.ladder import BORDERS, try_borders
         ({"attention": "decomposed", "compute": "bfloat16"}, ["", "float32"]),
     ],
 )
-def test_borders_are_tried_in_order_and_the_last_error_is_raised(changes: dict[str, Any], tried: list[str]):
+def test_borders_are_tried_in_order_and_the_last_error_is_raised(changes, tried):
     seen: list[str] = []
 
     def attempt(border: str) -> str:

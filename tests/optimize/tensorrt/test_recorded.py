@@ -11,12 +11,11 @@ import pytest
 from doubles.engines import build_decoder
 from doubles.recorded import NO_KERNEL, PLAN, RecordedLibrary
 
-from llmc.bundle import EngineConfig
 from llmc.errors import BuildError, GpuError, ResourceError
 from llmc.optimize.tensorrt.messages import remarks
 
 
-def test_it_takes_our_calls(decoder: Path, config: EngineConfig):
+def test_it_takes_our_calls(decoder, config):
     library = RecordedLibrary()
     report = build_decoder(library, decoder, config)
     assert decoder.with_name("engine.plan").read_bytes() == PLAN
@@ -27,7 +26,7 @@ def test_it_takes_our_calls(decoder: Path, config: EngineConfig):
     assert library.arguments("IBuilderConfig", "clear_flag") == [(library.BuilderFlag.TF32,)]
 
 
-def test_attention_without_a_kernel_is_decomposed_and_the_report_says_so(decoder: Path, config: EngineConfig):
+def test_attention_without_a_kernel_is_decomposed_and_the_report_says_so(decoder, config):
     library = RecordedLibrary(fuses=False)
     report = build_decoder(library, decoder, config)
     assert decoder.with_name("engine.plan").read_bytes() == PLAN
@@ -37,14 +36,14 @@ def test_attention_without_a_kernel_is_decomposed_and_the_report_says_so(decoder
 
 
 @pytest.mark.parametrize("text", ["no kernel for n.mixed", "cannot compile for sm75: datatypes: b16"])
-def test_no_other_failure_lets_attention_be_decomposed(text: str, decoder: Path, config: EngineConfig):
+def test_no_other_failure_lets_attention_be_decomposed(text, decoder, config):
     library = RecordedLibrary(builds=False, log=(("ERROR", text),))
     with pytest.raises(BuildError, match=text):
         build_decoder(library, decoder, config)
     assert library.arguments("IAttention", "decomposable=") == [(False,)]
 
 
-def test_every_option_is_one_that_it_has(decoder: Path, config: EngineConfig):
+def test_every_option_is_one_that_it_has(decoder, config):
     asked = replace(
         config,
         workspace=1 << 20,
@@ -57,13 +56,13 @@ def test_every_option_is_one_that_it_has(decoder: Path, config: EngineConfig):
     assert library.arguments("IBuilderConfig", "builder_optimization_level=") == [(5,)]
 
 
-def test_weights_in_a_pattern_of_two_of_four_allow_sparse_kernels(decoder: Path, config: EngineConfig):
+def test_weights_in_a_pattern_of_two_of_four_allow_sparse_kernels(decoder, config):
     library = RecordedLibrary()
     build_decoder(library, decoder, config, sparse=True)
     assert library.arguments("IBuilderConfig", "set_flag") == [(library.BuilderFlag.SPARSE_WEIGHTS,)]
 
 
-def test_decode_is_the_first_profile_and_prefill_the_second(decoder: Path, config: EngineConfig):
+def test_decode_is_the_first_profile_and_prefill_the_second(decoder, config):
     library = RecordedLibrary()
     build_decoder(library, decoder, config)
     shapes = library.arguments("IOptimizationProfile", "set_shape")
@@ -75,14 +74,14 @@ def test_decode_is_the_first_profile_and_prefill_the_second(decoder: Path, confi
 
 
 @pytest.mark.parametrize("text", ["Unused Input: lengths", "node mixed: attribute softcap is ignored"])
-def test_a_parser_that_says_that_something_was_left_out_fails_the_build(text: str, decoder: Path, config: EngineConfig):
+def test_a_parser_that_says_that_something_was_left_out_fails_the_build(text, decoder, config):
     library = RecordedLibrary(parser_log=(("WARNING", text),))
     with pytest.raises(BuildError, match=r"the parser left out part of the graph, so that results would be wrong: "):
         build_decoder(library, decoder, config)
     assert not decoder.with_name("engine.plan").exists()
 
 
-def test_what_the_builder_says_ends_no_build_and_harmless_warnings_are_no_remarks(decoder: Path, config: EngineConfig):
+def test_what_the_builder_says_ends_no_build_and_harmless_warnings_are_no_remarks(decoder, config):
     """It may have worked for an hour, and means kernels, formats and platforms."""
     said = (
         ("WARNING", "Unused Input: x"),
@@ -103,9 +102,7 @@ def test_what_the_builder_says_ends_no_build_and_harmless_warnings_are_no_remark
         ("INTERNAL_ERROR", "assertion failed", BuildError, "assertion failed"),
     ],
 )
-def test_a_build_that_is_given_up_says_why(
-    severity: str, text: str, error: type[Exception], message: str, decoder: Path, config: EngineConfig
-):
+def test_a_build_that_is_given_up_says_why(severity, text, error, message, decoder, config):
     """Of an internal error the builder says that it built."""
     library = RecordedLibrary(builds=severity == "INTERNAL_ERROR", log=((severity, text), (severity, text)))
     with pytest.raises(error, match=message):
@@ -113,7 +110,7 @@ def test_a_build_that_is_given_up_says_why(
     assert not decoder.with_name("engine.plan").exists()
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(decoder: Path, config: EngineConfig):
+def test_a_full_disk_is_told_and_leaves_nothing(decoder, config):
     if not Path("/dev/full").exists():
         pytest.skip("no device that is always full")
     staged = decoder.with_name(".engine.plan.part")

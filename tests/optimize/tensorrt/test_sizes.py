@@ -1,15 +1,11 @@
 """Engines keep quantized weights quantized, and one that does not is refused by name."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import onnx
 import pytest
 from doubles.engines import spec_of
 from onnx import StringStringEntryProto, TensorProto, helper
 
-from llmc.bundle import EngineConfig
 from llmc.errors import BuildError
 from llmc.optimize.tensorrt import sizes
 from llmc.optimize.tensorrt.builder import build_engine
@@ -46,7 +42,7 @@ def product(kind: str, inputs: int = INPUTS, outputs: int = OUTPUTS) -> onnx.Mod
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_real_engines_keep_the_bytes_of_their_weights(rtx: Any, tmp_path: Path, config: EngineConfig, kind: str):
+def test_real_engines_keep_the_bytes_of_their_weights(rtx, tmp_path, config, kind):
     model, path = product(kind), tmp_path / "decoder.onnx"
     path.write_bytes(model.SerializeToString())
     size = INPUTS * OUTPUTS * KINDS[kind][1] // 8
@@ -55,9 +51,7 @@ def test_real_engines_keep_the_bytes_of_their_weights(rtx: Any, tmp_path: Path, 
     assert (tmp_path / "engine.plan").stat().st_size < LARGEST_RATIO * size
 
 
-def test_an_engine_beyond_the_limit_is_not_written(
-    rtx: Any, tmp_path: Path, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_engine_beyond_the_limit_is_not_written(rtx, tmp_path, config, monkeypatch):
     """Planted: its fixed parts are counted as weights, so they seem to be expanded."""
     monkeypatch.setattr(sizes, "FIXED_BYTES", 0)
     path = tmp_path / "decoder.onnx"
@@ -72,7 +66,7 @@ def test_an_engine_beyond_the_limit_is_not_written(
     ("kind", "words"),
     [("int8", "of which 17 MB are int8: .*; use --int4 or --fp16$"), ("int4", "8 MB are int4: .*; use --fp16$")],
 )
-def test_expanded_weights_are_refused_with_what_to_use(kind: str, words: str):
+def test_expanded_weights_are_refused_with_what_to_use(kind, words):
     graph = product(kind).graph
     held = INPUTS * OUTPUTS * KINDS[kind][1] // 8
     others = len(graph.initializer[1].raw_data)
@@ -82,5 +76,5 @@ def test_expanded_weights_are_refused_with_what_to_use(kind: str, words: str):
         check_size(most + 1, graph)
 
 
-def test_floats_may_take_any_room(config: EngineConfig):
+def test_floats_may_take_any_room(config):
     check_size(1 << 40, product("fp16").graph)

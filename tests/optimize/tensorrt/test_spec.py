@@ -30,7 +30,6 @@ from llmc.runtime.sessions.tensorrt.library import Message
 
 LIMITS = Limits(max_context=1000, max_batch=4, prefill_chunk=128)
 GEOMETRY = uniform("llama", 2, 64, 128, 4, 2, 16, 320, 1024, True, (0, 0))
-RTX_GPUS = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
 
 
 @pytest.fixture
@@ -60,10 +59,7 @@ def resolve(
     return resolve_engine(abilities, GEOMETRY, recipe, limits, EngineRequest(**request))
 
 
-# ------------------------------------------------------------------------------------------------------------ defaults
-
-
-def test_what_is_left_open_has_its_defaults(here: Callable[..., Any]):
+def test_what_is_left_open_has_its_defaults(here):
     here()
     spec = resolve()
     config = spec.config
@@ -83,20 +79,15 @@ def test_what_is_left_open_has_its_defaults(here: Callable[..., Any]):
         (5000, (256, 512, 1024, 2048, 4096, 5056)),
     ],
 )
-def test_buckets_double_and_end_with_the_longest_context_in_whole_blocks(longest: int, buckets: tuple[int, ...]):
+def test_buckets_double_and_end_with_the_longest_context_in_whole_blocks(longest, buckets):
     assert bucket_sizes(longest) == buckets
 
 
-# ------------------------------------------------------------------------------------------------------------- the GPU
-
-
-def test_an_engine_of_tensorrt_rtx_is_for_many_gpus_unless_they_are_named(here: Callable[..., Any], rtx: Any):
+def test_an_engine_of_tensorrt_rtx_is_for_many_gpus_unless_they_are_named(here, rtx):
     here(rtx, RTX_4090)
     assert resolve("tensorrt-rtx").config.compute_capabilities == ()
     assert resolve("tensorrt-rtx", compute_capabilities="8.6, 8.9,8.6").config.compute_capabilities == ("8.6", "8.9")
 
-
-# ---------------------------------------------------------------------------------------------- precisions, workspace
 
 TURING = dataclasses.replace(RTX_4090.driver.devices[0], name="Tesla T4", compute_capability="7.5")
 OLD_SERVER = dataclasses.replace(RTX_4090, driver=dataclasses.replace(RTX_4090.driver, devices=(TURING,)))
@@ -109,16 +100,14 @@ OLD_SERVER = dataclasses.replace(RTX_4090, driver=dataclasses.replace(RTX_4090.d
         ("int4", OLD_SERVER, r"tensorrt, which has int4 from compute capability 8\.0 on, Tesla T4 has 7\.5"),
     ],
 )
-def test_a_precision_that_the_gpu_here_lacks_is_refused(
-    here: Callable[..., Any], precision: str, probe: Probe, message: str
-):
+def test_a_precision_that_the_gpu_here_lacks_is_refused(here, precision, probe, message):
     here(probe=probe)
     with pytest.raises(UsageError, match=message):
         resolve(precision=precision)
 
 
 def test_scratch_memory_is_the_librarys_choice_on_a_card_and_what_attention_needs_on_a_board(
-    here: Callable[..., Any], builder: Callable[[int], Any], manifest: Manifest, tmp_path: Path
+    here, builder, manifest, tmp_path
 ):
     def given(probe: Probe, **asked: Any) -> tuple[int | None, int | None]:
         here(probe=probe)
@@ -134,16 +123,11 @@ def test_scratch_memory_is_the_librarys_choice_on_a_card_and_what_attention_need
     assert given(ORIN, workspace=1 << 29) == (1 << 29, 1 << 29)
 
 
-def test_the_compilers_flags_are_set_before_any_builder_is_made_and_are_recorded(
-    here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-):
+def test_the_compilers_flags_are_set_before_any_builder_is_made_and_are_recorded(here, monkeypatch):
     monkeypatch.delenv(flags.VARIABLE, raising=False)
     here(RecordedLibrary(gpu="11.0"), THOR)
     assert "-peep:fc_h_fusion=off" in resolve().config.flags
     assert flags.VARIABLE not in os.environ
-
-
-# ------------------------------------------------------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize(
@@ -156,14 +140,14 @@ def test_the_compilers_flags_are_set_before_any_builder_is_made_and_are_recorded
         ({"optimization_level": -1}, "optimization_level is -1, expected 0 ... 5"),
     ],
 )
-def test_what_the_library_cannot_do_is_refused(here: Callable[..., Any], asked: dict[str, Any], message: str):
+def test_what_the_library_cannot_do_is_refused(here, asked, message):
     here()
     with pytest.raises(UsageError) as refused:
         resolve(**asked)
     assert message in str(refused.value)
 
 
-def test_tensorrt_without_a_gpu_is_refused_before_any_work(here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+def test_tensorrt_without_a_gpu_is_refused_before_any_work(here, monkeypatch):
     def fail(library: RecordedLibrary, self: Any, native_logger: Any) -> None:
         native_logger.log(library.ILogger.Severity.ERROR, "CUDA initialization failure with error: 35")
         raise TypeError("pybind11::init(): factory function returned nullptr")
@@ -173,9 +157,6 @@ def test_tensorrt_without_a_gpu_is_refused_before_any_work(here: Callable[..., A
     with pytest.raises(GpuError, match="tensorrt 10.16.* cannot use a GPU here .CUDA initialization failure"):  # noqa: RUF043
         resolve()
     assert resolve(deferred=True).version == "none"
-
-
-# ------------------------------------------------------------------------------------------------------------ deferred
 
 
 @pytest.fixture
@@ -192,9 +173,6 @@ def test_a_deferred_engine_touches_no_library():
     spec = resolve(deferred=True, optimization_level=3)
     assert (spec.library, spec.version, spec.gpu) == (None, "none", None)
     assert spec.config.optimization_level == 3
-
-
-# ----------------------------------------------------------------------------------------------------------- compiling
 
 
 class Builder:
@@ -222,9 +200,7 @@ def builder(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Builder]:
     return make
 
 
-def test_the_builder_gets_what_was_resolved_and_the_manifest_says_it(
-    here: Callable[..., Any], builder: Callable[[int], Builder], manifest: Manifest, tmp_path: Path
-):
+def test_the_builder_gets_what_was_resolved_and_the_manifest_says_it(here, builder, manifest, tmp_path):
     here(probe=H200)
     made = builder(2 * manifest.geometry.layers)
     spec = resolve(optimization_level=2)
@@ -242,16 +218,12 @@ def test_the_builder_gets_what_was_resolved_and_the_manifest_says_it(
 
 
 @pytest.mark.parametrize("aliases", [3, 0])
-def test_caches_that_are_not_updated_in_place_fail_the_build(
-    here: Callable[..., Any], builder: Callable[[int], Builder], manifest: Manifest, tmp_path: Path, aliases: int
-):
+def test_caches_that_are_not_updated_in_place_fail_the_build(here, builder, manifest, tmp_path, aliases):
     here()
     builder(aliases)
     with pytest.raises(BuildError, match=f"made {aliases} in-place cache updates of the graph, 4 are expected"):
         compile_engine(resolve(), tmp_path / "decoder.onnx", manifest.geometry, silent)
 
-
-# --------------------------------------------------------------------------------------------------------- the manifest
 
 PLAN = FULL
 
@@ -291,6 +263,6 @@ def save(tmp_path: Path, manifest: Manifest) -> Callable[..., Path]:
     ],
     ids=str,
 )
-def test_a_plan_that_no_build_writes_is_refused(save: Callable[..., Path], changes: dict[str, Any]):
+def test_a_plan_that_no_build_writes_is_refused(save, changes):
     with pytest.raises(BundleError, match=r"the engine in llmc\.json cannot be right|llmc\.json is corrupt \(engine\."):
         read_bundle(save(**changes))

@@ -32,22 +32,20 @@ def begun_with(decoder: Path, config: EngineConfig, **library: Any) -> list[byte
     return [content for (content,) in recorded.arguments("IBuilderConfig", "create_timing_cache")]
 
 
-def test_a_build_begins_with_the_timings_of_earlier_ones(decoder: Path, config: EngineConfig):
+def test_a_build_begins_with_the_timings_of_earlier_ones(decoder, config):
     assert begun_with(decoder, config) == [b""]
     assert begun_with(decoder, config) == [TIMED + b"."]
     assert begun_with(decoder, config) == [TIMED + b".."]
 
 
-def test_a_build_that_fails_leaves_its_timings(decoder: Path, config: EngineConfig):
+def test_a_build_that_fails_leaves_its_timings(decoder, config):
     with pytest.raises(BuildError):
         begun_with(decoder, config, builds=False)
     assert begun_with(decoder, config) == [TIMED + b"."]
 
 
 @pytest.mark.parametrize("content", [b"\0" * 100, TIMED_ELSEWHERE])
-def test_timings_that_are_damaged_or_of_another_gpu_are_ignored_and_replaced(
-    decoder: Path, config: EngineConfig, kept: Path, caplog: pytest.LogCaptureFixture, content: bytes
-):
+def test_timings_that_are_damaged_or_of_another_gpu_are_ignored_and_replaced(decoder, config, kept, caplog, content):
     begun_with(decoder, config)
     (file,) = kept.glob("*/*")
     assert "ignored" not in caplog.text
@@ -71,7 +69,7 @@ def test_timings_belong_to_a_version_a_platform_and_a_gpu():
     assert module.timings_file(replace(spec, gpu=replace(NANO, total_memory=1))) == module.timings_file(spec)
 
 
-def test_tensorrt_rtx_which_measures_nothing_is_given_none(rtx: Any, decoder: Path, config: EngineConfig, kept: Path):
+def test_tensorrt_rtx_which_measures_nothing_is_given_none(rtx, decoder, config, kept):
     native = rtx.Builder(logger(rtx).native).create_builder_config()
     with pytest.warns(DeprecationWarning, match="Timing cache operations are no-ops"):
         native.get_timing_cache()

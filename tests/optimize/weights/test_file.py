@@ -34,9 +34,6 @@ def test_every_tensor_begins_on_a_page(file):
         np.testing.assert_array_equal(tensor.numpy(), array)
 
 
-# ------------------------------------------------------------------------------------------------------------ rounding
-
-
 def rounded(file, *arrays: np.ndarray, twice: bool = False) -> list[np.ndarray]:
     """Arrays as a graph's weights, rounded in their file."""
     tensors = [file.add([f"w{n}"], lambda array=array: [array])[0] for n, array in enumerate(arrays)]

@@ -89,9 +89,6 @@ def test_a_range_that_was_not_seen_is_refused(store, ask):
             calibrated.cache_range(7, "key")
 
 
-# ------------------------------------------------------------------------------------------------------ in the cache
-
-
 def test_nobody_prunes_what_a_store_works_with(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMC_CACHE", str(tmp_path))
     folder = tmp_path / "calibration" / "key"

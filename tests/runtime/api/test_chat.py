@@ -65,7 +65,7 @@ def joined(deltas: list[MessageDelta]) -> Message:
 SAID = f"<think>\nA door.\n</think>\n\nLet me look.\n{CALL}\n{NOW}"
 
 
-def test_an_answer_is_told_apart(model: Model, say: Callable[[str], Any]):
+def test_an_answer_is_told_apart(model, say):
     result = model.chat(ASKED, tools=TOOLS, max_tokens=200, temperature=0, logits_processors=say(SAID))
     message = result.message
     assert (message.content, message.reasoning, message.finish_reason) == ("Let me look.", "A door.", "tool_calls")
@@ -77,7 +77,7 @@ def test_an_answer_is_told_apart(model: Model, say: Callable[[str], Any]):
     assert result.text == "Let me look." and result.outputs[0].text == SAID and result.messages == (message,)
 
 
-def test_pieces_make_the_whole_and_come_one_for_each_token(model: Model, say: Callable[[str], Any]):
+def test_pieces_make_the_whole_and_come_one_for_each_token(model, say):
     handle = model.stream_chat(ASKED, tools=TOOLS, max_tokens=200, temperature=0, logits_processors=say(SAID))
     deltas = list(handle.deltas())
     (message,) = handle.result().messages
@@ -87,7 +87,7 @@ def test_pieces_make_the_whole_and_come_one_for_each_token(model: Model, say: Ca
     assert len(arguments) > 3 and list(handle.deltas()) == []
 
 
-def test_iterating_gives_content_alone(model: Model, say: Callable[[str], Any]):
+def test_iterating_gives_content_alone(model, say):
     def ask() -> ChatHandle:
         return model.stream_chat(ASKED, tools=TOOLS, max_tokens=200, temperature=0, logits_processors=say(SAID))
 
@@ -100,14 +100,14 @@ def test_iterating_gives_content_alone(model: Model, say: Callable[[str], Any]):
     assert "".join(ask()) == content == messages[0].content == streamed == "Let me look."
 
 
-def test_text_held_back_for_a_call_comes_at_the_end(model: Model, say: Callable[[str], Any]):
+def test_text_held_back_for_a_call_comes_at_the_end(model, say):
     handle = model.stream_chat(ASKED, tools=TOOLS, temperature=0, logits_processors=say("ends with <tool"))
     assert "".join(handle) == handle.result().text == "ends with <tool"
     assert handle.result().message.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("choice", ["required", "look"])
-def test_a_call_that_is_wanted_is_made_and_holds_to_its_schema(model: Model, choice: str):
+def test_a_call_that_is_wanted_is_made_and_holds_to_its_schema(model, choice):
     message = model.chat(
         ASKED, tools=TOOLS[:1], tool_choice=choice, parallel_tool_calls=False, max_tokens=400, temperature=1, seed=3
     ).message
@@ -116,7 +116,7 @@ def test_a_call_that_is_wanted_is_made_and_holds_to_its_schema(model: Model, cho
     jsonschema.validate(json.loads(call.arguments), SCHEMA)
 
 
-def test_a_call_that_is_cut_keeps_what_was_written_of_it(model: Model, say: Callable[[str], Any]):
+def test_a_call_that_is_cut_keeps_what_was_written_of_it(model, say):
     cut = len(model.tokenizer.encode(CALL[: CALL.index("open")], add_special_tokens=False))
     given: dict[str, Any] = {"tools": TOOLS, "temperature": 0, "logits_processors": say(CALL)}
     message = model.chat(ASKED, **given, max_tokens=cut).message
@@ -125,9 +125,7 @@ def test_a_call_that_is_cut_keeps_what_was_written_of_it(model: Model, say: Call
 
 @pytest.mark.parametrize("stop", [{"stop": ['"open"']}, {"stopping_criteria": [lambda _, text: '"op' in text]}])
 @pytest.mark.parametrize("said", [CALL, f"{NOW}\n{CALL}", f"Well.\n\n{CALL}"])
-def test_a_call_that_a_stop_breaks_off_is_content(
-    model: Model, say: Callable[[str], Any], stop: dict[str, Any], said: str
-):
+def test_a_call_that_a_stop_breaks_off_is_content(model, say, stop, said):
     given = {"tools": TOOLS, "temperature": 0, "max_tokens": 200, "logits_processors": say(said)}
     handle = model.stream_chat(ASKED, **given, **stop)
     deltas, whole = list(handle.deltas()), said.startswith(NOW)
@@ -138,13 +136,13 @@ def test_a_call_that_a_stop_breaks_off_is_content(
     assert joined(deltas) == Message(message.content, None, message.tool_calls)
 
 
-def test_a_stop_after_the_arguments_breaks_nothing_off(model: Model, say: Callable[[str], Any]):
+def test_a_stop_after_the_arguments_breaks_nothing_off(model, say):
     given = {"tools": TOOLS, "temperature": 0, "max_tokens": 200, "logits_processors": say(CALL)}
     message = model.chat(ASKED, **given, stop="</tool_call>").message
     assert (message.content, message.finish_reason, message.tool_calls[0].name) == ("", "tool_calls", "look")
 
 
-def test_an_answer_that_is_a_call_in_a_code_block_is_a_call(model: Model, say: Callable[[str], Any]):
+def test_an_answer_that_is_a_call_in_a_code_block_is_a_call(model, say):
     fenced = '```json\n{"name": "look", "arguments": {"size": 400}}\n```'
     given = {"tools": TOOLS, "temperature": 0, "max_tokens": 200, "logits_processors": say(fenced)}
     handle = model.stream_chat(ASKED, **given)
@@ -155,7 +153,7 @@ def test_an_answer_that_is_a_call_in_a_code_block_is_a_call(model: Model, say: C
     assert model.chat(ASKED, **given, tool_choice="none").message.content == fenced
 
 
-def test_a_model_may_be_loaded_with_a_format_of_calls(tiny_bundle: Path):
+def test_a_model_may_be_loaded_with_a_format_of_calls(tiny_bundle):
     with load(tiny_bundle, threads=1, self_test=False, tool_format="olmo3") as model:
         asked = {"tools": TOOLS[1:], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 60}
         model.chat_template = ChatTemplate({"default": TEMPLATE}, {})
@@ -164,7 +162,7 @@ def test_a_model_may_be_loaded_with_a_format_of_calls(tiny_bundle: Path):
         assert (own.outputs[0].text, own.message.tool_calls[0].name) == ("[now()]", "now")
 
 
-def test_several_outputs_are_several_messages(model: Model):
+def test_several_outputs_are_several_messages(model):
     handle = model.stream_chat(
         ASKED, tools=TOOLS[1:], tool_choice="required", parallel_tool_calls=False, n=3, temperature=1, max_tokens=200
     )
@@ -175,7 +173,7 @@ def test_several_outputs_are_several_messages(model: Model):
     assert len({message.tool_calls[0].id for message in handle.result().messages}) == 3
 
 
-def test_a_budget_ends_the_reasoning_and_a_form_binds_the_answer(model: Model):
+def test_a_budget_ends_the_reasoning_and_a_form_binds_the_answer(model):
     given: dict[str, Any] = {"chat_template_kwargs": {"open": True}, "temperature": 1, "seed": 5}
     result = model.chat(ASKED, reasoning_budget=9, choice=["yes", "no"], max_tokens=64, **given)
     text = result.outputs[0].text
@@ -186,7 +184,7 @@ def test_a_budget_ends_the_reasoning_and_a_form_binds_the_answer(model: Model):
     assert closing == "</think>" and model.tokenizer.decode(result.token_ids[:9]) == thoughts
 
 
-def test_an_answer_goes_on_as_a_conversation(model: Model, say: Callable[[str], Any]):
+def test_an_answer_goes_on_as_a_conversation(model, say):
     message = model.chat(ASKED, tools=TOOLS, max_tokens=200, temperature=0, logits_processors=say(SAID)).message
     results = [{"role": "tool", "tool_call_id": call.id, "content": "open"} for call in message.tool_calls]
     prompt = model.tokenizer.decode(model.chat_tokens([*ASKED, message.to_dict(), *results]))
@@ -208,7 +206,7 @@ COMMENTARY = (
 )
 
 
-def test_harmony_is_told_apart_and_goes_on(harmony: Model, say: Callable[[str], Any]):
+def test_harmony_is_told_apart_and_goes_on(harmony, say):
     given: dict[str, Any] = {"max_tokens": 300, "temperature": 0, "chat_template_kwargs": {"reasoning_effort": "low"}}
     said = f"{ANALYSIS}A door.<|end|>{FINAL}It is open."
     message = harmony.chat(ASKED, **given, logits_processors=say(said)).message
@@ -230,7 +228,7 @@ def test_harmony_is_told_apart_and_goes_on(harmony: Model, say: Callable[[str], 
     )
 
 
-def test_a_form_binds_what_harmony_has_behind_its_reasoning(harmony: Model):
+def test_a_form_binds_what_harmony_has_behind_its_reasoning(harmony):
     given: dict[str, Any] = {"reasoning_budget": 9, "max_tokens": 400, "temperature": 1, "seed": 5}
     result = harmony.chat(ASKED, choice=["yes", "no"], **given)
     assert result.message.content in ("yes", "no")
@@ -240,7 +238,7 @@ def test_a_form_binds_what_harmony_has_behind_its_reasoning(harmony: Model):
     jsonschema.validate(json.loads(message.tool_calls[0].arguments), SCHEMA)
 
 
-def test_a_message_has_the_form_of_openais(model: Model):
+def test_a_message_has_the_form_of_openais(model):
     calls = (ToolCall("a", "now", "{}"),)
     assert Message("", None, calls).to_dict() == {
         "role": "assistant",

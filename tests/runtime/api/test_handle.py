@@ -48,9 +48,6 @@ def later(*actions: Callable[[], object]) -> threading.Timer:
     return timer
 
 
-# ----------------------------------------------------------------------------------------------------------- in order
-
-
 def test_iterating_gives_the_texts_that_are_not_empty_and_collects_every_token():
     pieces = Pieces()
     pieces.put("a", "", "b")
@@ -84,9 +81,6 @@ def test_pieces_come_before_the_error_that_ended_the_request():
             wait()
 
 
-# ------------------------------------------------------------------------------------------------------------- waiting
-
-
 def test_a_wait_that_takes_too_long_ends_and_the_request_goes_on():
     pieces = Pieces()
     with pytest.raises(TimeoutError, match=r"did not end within 0\.02 s; it goes on"):
@@ -99,11 +93,8 @@ def test_a_wait_that_takes_too_long_ends_and_the_request_goes_on():
     assert list(pieces.handle) == ["a"]
 
 
-# ------------------------------------------------------------------------------------------------------------- dropped
-
-
 @pytest.mark.parametrize(("ended", "keep", "cancelled"), [(False, False, 1), (True, False, 1), (False, True, 0)])
-def test_a_dropped_handle_cancels_unless_someone_else_listens(ended: bool, keep: bool, cancelled: int):
+def test_a_dropped_handle_cancels_unless_someone_else_listens(ended, keep, cancelled):
     """After the end the cancellation finds nothing to do; that is the engine's business."""
     pieces = Pieces(keep=keep)
     if ended:
@@ -113,10 +104,7 @@ def test_a_dropped_handle_cancels_unless_someone_else_listens(ended: bool, keep:
     assert pieces.mailbox.result is (RESULT if ended else None)
 
 
-# ------------------------------------------------------------------------------------------------------------- asyncio
-
-
-def test_an_event_loop_reads_and_awaits(make_engine: Any, alone: Any):
+def test_an_event_loop_reads_and_awaits(make_engine, alone):
     engine = make_engine()
 
     async def client(seed: int) -> tuple[str, Any, list[int]]:
@@ -149,7 +137,7 @@ def test_what_comes_from_another_thread_wakes_the_loop():
 
 
 @pytest.mark.parametrize("read", [False, True])
-def test_cancelling_a_task_cancels_its_request(make_engine: Any, remembering: Any, read: bool):
+def test_cancelling_a_task_cancels_its_request(make_engine, remembering, read):
     engine = make_engine(remembering())
     brake = Brake(3)
 

@@ -35,7 +35,7 @@ from llmc.runtime.api.options import Determinism, EngineOptions, check_level, in
         ),
     ],
 )
-def test_what_is_out_of_range_or_contradicts_is_refused_by_name(options: dict[str, Any], message: str):
+def test_what_is_out_of_range_or_contradicts_is_refused_by_name(options, message):
     with pytest.raises(UsageError, match=message):
         EngineOptions(**options)
 
@@ -45,7 +45,7 @@ def test_drafts_may_be_switched_off_by_name_and_auto_suits_every_level():
     assert all(EngineOptions(draft="auto", determinism=level).draft == "auto" for level in Determinism)
 
 
-def test_an_unknown_option_is_refused_with_the_nearest_one(tiny_bundle: Any):
+def test_an_unknown_option_is_refused_with_the_nearest_one(tiny_bundle):
     with pytest.raises(UsageError, check=about("max_batches")):
         load(tiny_bundle, max_batches=4)
 
@@ -66,22 +66,20 @@ def seen(manifest: Manifest, **found: Any) -> Manifest:
         ("strict", {"tokens": 1}, "outputs of a call"),
     ],
 )
-def test_a_level_that_the_build_did_not_see_kept_is_refused(
-    manifest: Manifest, level: str, found: dict[str, Any], missing: str
-):
+def test_a_level_that_the_build_did_not_see_kept_is_refused(manifest, level, found, missing):
     with pytest.raises(
         UsageError, match=f"'{level}', but in the build results depended on the number of {missing}; build"
     ):
         check_level(seen(manifest, **found), Determinism(level))
 
 
-def test_a_level_that_the_build_saw_kept_is_accepted(manifest: Manifest):
+def test_a_level_that_the_build_saw_kept_is_accepted(manifest):
     check_level(manifest, Determinism.FAST)
     check_level(seen(manifest, rows=2, tokens=2), Determinism.BATCH)
     check_level(seen(manifest, tokens=2, outputs=1), Determinism.STRICT)
 
 
-def test_rows_are_those_of_the_bundle_or_fewer_and_even_where_they_go_in_pairs(manifest: Manifest):
+def test_rows_are_those_of_the_bundle_or_fewer_and_even_where_they_go_in_pairs(manifest):
     pairs, free = seen(manifest, rows=2, tokens=2), seen(manifest, rows=1, tokens=1)
     assert row_limit(pairs, EngineOptions()) == 7
     assert row_limit(pairs, EngineOptions(determinism="batch")) == 6

@@ -30,7 +30,7 @@ def report(tiny_bundle: Path) -> BenchmarkReport:
         return benchmark(tiny_bundle, prompt_length=20, new_tokens=8, repeats=2, threads=1)
 
 
-def test_the_report_says_what_was_run_and_where(tiny_bundle: Path, report: BenchmarkReport):
+def test_the_report_says_what_was_run_and_where(tiny_bundle, report):
     manifest = read_bundle(tiny_bundle)
     assert (report.bundle, report.model, report.precision) == (str(tiny_bundle), manifest.source.name, "int8")
     assert (report.prompt_length, report.new_tokens, report.repeats, report.threads) == (20, 8, 2, 1)
@@ -44,7 +44,7 @@ def test_the_report_says_what_was_run_and_where(tiny_bundle: Path, report: Bench
     assert 0 < report.roofline_fraction <= 1
 
 
-def test_the_figures_follow_from_the_times(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_figures_follow_from_the_times(tiny_bundle, monkeypatch):
     """The first of four runs is not counted, and memory is so slow that the fastest step sets the limit."""
     timed: list[tuple[int, int, int]] = []
     runs = iter([(9.0, [9.0]), (0.5, [0.01, 0.02]), (0.1, [0.03, 0.04]), (0.2, [0.05, 0.06])])
@@ -80,9 +80,7 @@ class Copies:
 
 
 @pytest.mark.parametrize("answer", [4e9, ResourceError("256 MB are free"), GpuError("waiting failed")], ids=str)
-def test_a_bundle_on_a_gpu_is_measured_by_the_gpus_memory(
-    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, answer: float | Exception
-):
+def test_a_bundle_on_a_gpu_is_measured_by_the_gpus_memory(tiny_bundle, monkeypatch, caplog, answer):
     """The bundle runs on the CPU and says that it has a GPU; the host's memory is not read."""
     driver = Copies(answer)
 
@@ -106,14 +104,14 @@ def test_a_bundle_on_a_gpu_is_measured_by_the_gpus_memory(
         assert report.roofline_fraction == pytest.approx(report.weight_bytes_per_token / 0.02 / answer)
 
 
-def test_no_prompt_comes_from_the_prefix_cache(tiny_bundle: Path):
+def test_no_prompt_comes_from_the_prefix_cache(tiny_bundle):
     with load(tiny_bundle, self_test=False) as model:
         for index in range(2):
             module._time_request(model, 200, 4, index)
         assert model.engine.metrics.snapshot().prefix_hit_tokens == 0
 
 
-def test_an_argument_out_of_range_is_refused(tiny_bundle: Path, tmp_path: Path):
+def test_an_argument_out_of_range_is_refused(tiny_bundle, tmp_path):
     for arguments in ({"prompt_length": 0}, {"new_tokens": 1}, {"repeats": 0}, {"new_tokens": 1921}):
         ((name, value),) = arguments.items()
         with pytest.raises(UsageError, match=rf"{name} (is )?{value}.*, expected at least .* 2048 tokens"):

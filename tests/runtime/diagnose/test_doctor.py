@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from llmc import bundle
 from llmc.errors import GpuError
 from llmc.optimize.targets import TARGETS
 from llmc.runtime.diagnose import attempts
@@ -36,7 +35,7 @@ def attempt(name: str) -> Attempt:
     return try_apart({name: command("llmc.runtime.diagnose.attempts:attempt", name)}, PATIENCE_S)[name]
 
 
-def test_a_library_that_crashes_or_lacks_a_part_of_itself_is_told(modules: Callable[..., None]):
+def test_a_library_that_crashes_or_lacks_a_part_of_itself_is_told(modules):
     modules(
         tensorrt=f"import os; os.kill(os.getpid(), {signal.SIGSEGV:d})",
         tensorrt_rtx="print('banner', flush=True)\nraise ImportError('libnvonnxparser.so.11: cannot open')",
@@ -47,9 +46,7 @@ def test_a_library_that_crashes_or_lacks_a_part_of_itself_is_told(modules: Calla
     assert "libnvonnxparser.so.11" in broken.message and "banner" not in broken.message
 
 
-def test_attempts_import_nothing_from_the_folder_that_the_command_runs_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_attempts_import_nothing_from_the_folder_that_the_command_runs_in(tmp_path, monkeypatch):
     (tmp_path / "tensorrt.py").write_text("raise ImportError('a file of the user')")
     monkeypatch.chdir(tmp_path)
     assert "a file of the user" not in attempt("tensorrt builder").message
@@ -67,7 +64,7 @@ def test_the_graph_that_is_tried_is_one():
     assert onnxruntime.InferenceSession(attempts.IDENTITY, **options).run(None, {"x": [1.0]})[0].tolist() == [1.0]
 
 
-def test_a_gpu_that_the_library_does_not_list_and_precisions_that_it_lacks_are_named(monkeypatch: pytest.MonkeyPatch):
+def test_a_gpu_that_the_library_does_not_list_and_precisions_that_it_lacks_are_named(monkeypatch):
     class Opened:
         device = DeviceInfo("Tesla T4", "7.5", 8, True, "13.2")
 
@@ -94,7 +91,7 @@ def test_a_gpu_that_the_library_does_not_list_and_precisions_that_it_lacks_are_n
         (LACKS, LACKS, LACKS, "not possible", "not possible"),
     ],
 )
-def test_each_target_has_a_state(run: Attempt, lowering: Attempt, builder: Attempt, cpu: str, tensorrt: str):
+def test_each_target_has_a_state(run, lowering, builder, cpu, tensorrt):
     found = {"cpu": run, "tensorrt": run, "lowering": lowering, "tensorrt builder": builder}
     assert (judge_target("cpu", found).state, judge_target("tensorrt", found).state) == (cpu, tensorrt)
 
@@ -103,14 +100,14 @@ def test_every_target_of_the_compiler_is_judged_by_the_same_minimum():
     assert {name: min(TARGETS[name].caches.values()) for name in attempts.MINIMUM} == attempts.MINIMUM
 
 
-def test_a_jetson_is_known_by_its_release(tmp_path: Path):
+def test_a_jetson_is_known_by_its_release(tmp_path):
     file = tmp_path / "nv_tegra_release"
     assert read_release(file) == ""
     file.write_text("# R36 (release), REVISION: 4.3, GCID: 38968081, BOARD: generic\n")
     assert read_release(file) == "36.4.3"
 
 
-def test_a_bundle_is_loaded_and_what_refuses_it_is_told(tiny_bundle: Path, tmp_path: Path):
+def test_a_bundle_is_loaded_and_what_refuses_it_is_told(tiny_bundle, tmp_path):
     assert judge_bundle(tiny_bundle).works
     copy = tmp_path / "bundle"
     copy.mkdir()
@@ -120,5 +117,3 @@ def test_a_bundle_is_loaded_and_what_refuses_it_is_told(tiny_bundle: Path, tmp_p
     weights.unlink()
     refused = judge_bundle(copy)
     assert not refused.works and f"{weights.name} is missing" in refused.message
-    (tmp_path / bundle.EXPORT_MANIFEST).write_text("{}")
-    assert judge_bundle(tmp_path).message.endswith(f"build one with: llmc build {tmp_path} -o BUNDLE")

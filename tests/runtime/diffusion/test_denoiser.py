@@ -39,7 +39,7 @@ def model(family: str, diffusion_models: Path) -> Iterator[Model]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_greedy_tokens_equal_the_rule(model: Model, family: str, diffusion_models: Path, schedule):
+def test_greedy_tokens_equal_the_rule(model, family, diffusion_models, schedule):
     asked = {NAMES.get(name, name): value for name, value in schedule.items()}
     rule = partial(
         diffusing.sample,
@@ -52,13 +52,13 @@ def test_greedy_tokens_equal_the_rule(model: Model, family: str, diffusion_model
     assert list(found.token_ids) == rule(prompt, TOKENS)
 
 
-def test_a_lower_threshold_takes_fewer_calls(model: Model):
+def test_a_lower_threshold_takes_fewer_calls(model):
     asked = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     all_sure, unsure = (model.generate([5, 6, 7], confidence_threshold=it, **asked).metrics.calls for it in (1.0, 0.3))
     assert unsure < all_sure <= TOKENS
 
 
-def test_a_wrong_shift_or_cache_would_be_noticed(family: str, diffusion_models: Path):
+def test_a_wrong_shift_or_cache_would_be_noticed(family, diffusion_models):
     plain, shift = diffusing.Plain(diffusion_models / family), diffusing.SHIFTS[family]
     right = diffusing.sample(plain, shift, [5, 6, 7], TOKENS, threshold=0.9)
     assert right != diffusing.sample(plain, 1 - shift, [5, 6, 7], TOKENS, threshold=0.9)

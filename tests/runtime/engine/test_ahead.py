@@ -1,6 +1,5 @@
 """Groups of rows that take turns in a model's stages: begun before others are finished, and anew once rows moved."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,9 +31,7 @@ def session(in_stages: Any) -> Any:
 
 
 @pytest.mark.parametrize(("rows", "turns", "wanted"), [(4, 2, (2, 2)), (5, 3, (2, 3)), (7, 3, (3, 3)), (8, 6, (4, 2))])
-def test_there_are_as_many_groups_as_asked_for_or_fewer_of_two_rows(
-    make_engine: Any, session: Any, alone: Callable[..., Any], rows: int, turns: int, wanted: tuple[int, int]
-):
+def test_there_are_as_many_groups_as_asked_for_or_fewer_of_two_rows(make_engine, session, alone, rows, turns, wanted):
     session.turns = turns
     engine = make_engine(session)
     calls: list[tuple[int, int]] = []
@@ -46,7 +43,7 @@ def test_there_are_as_many_groups_as_asked_for_or_fewer_of_two_rows(
     assert max(calls) == wanted
 
 
-def test_the_cost_of_whole_steps_is_known_without_which_nobody_drafts(make_engine: Any, session: Any):
+def test_the_cost_of_whole_steps_is_known_without_which_nobody_drafts(make_engine, session):
     engine = make_engine(session)
     ask(engine, [20] * 3)
     assert not session.seen and engine._runner.step_seconds(1)
@@ -54,20 +51,18 @@ def test_the_cost_of_whole_steps_is_known_without_which_nobody_drafts(make_engin
     assert session.seen
 
 
-def test_beams_whose_rows_go_on_together_take_no_turns(make_engine: Any, session: Any):
+def test_beams_whose_rows_go_on_together_take_no_turns(make_engine, session):
     ask(make_engine(session), [8], num_beams=4)
     assert not session.seen
 
 
 @pytest.mark.parametrize("level", ["batch", "strict"])
-def test_levels_that_promise_the_bits_of_other_calls_take_no_turns(make_engine: Any, session: Any, level: str):
+def test_levels_that_promise_the_bits_of_other_calls_take_no_turns(make_engine, session, level):
     ask(make_engine(session, determinism=level), [8] * 6)
     assert not session.seen
 
 
-def test_a_step_that_goes_on_after_its_rows_moved_is_noticed(
-    make_engine: Any, session: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_step_that_goes_on_after_its_rows_moved_is_noticed(make_engine, session, monkeypatch):
     """The planted error, which the tests of determinism would find too."""
     lengths = [3, 9, 12, 6, 15, 20, 20, 20]
     ask(make_engine(session), lengths)
@@ -77,7 +72,7 @@ def test_a_step_that_goes_on_after_its_rows_moved_is_noticed(
         ask(make_engine(type(session)()), lengths)
 
 
-def test_a_call_that_fails_ends_its_group_and_the_others_go_on(make_engine: Any, session: Any):
+def test_a_call_that_fails_ends_its_group_and_the_others_go_on(make_engine, session):
     engine = make_engine(session)
 
     def fail(batch: Any) -> None:

@@ -61,8 +61,6 @@ def wanted(alone: Alone, request: Request) -> list[list[int]]:
     return [alone(request.prompt, request.params, index) for index in range(request.params.n)]
 
 
-# ------------------------------------------------------------------------- on a session whose rows know what they hold
-
 SETTINGS: list[dict[str, Any]] = [
     {"determinism": "fast"},
     {"determinism": "fast", "packs_rows": True, "prefill_chunk": 64},
@@ -104,12 +102,7 @@ def guessing(asked: Sequence[Request], outputs: Sequence[list[list[int]]]) -> Gu
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_companions_chunks_prefixes_and_drafts_do_not_change_tokens(
-    make_engine: Any,
-    remembering: Any,
-    in_stages: Any,
-    alone: Alone,
-    setting: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
+    make_engine, remembering, in_stages, alone, setting, monkeypatch
 ):
     monkeypatch.setattr("llmc.runtime.speculation.speculator.Speculator", Always)
     options = dict(setting)
@@ -127,14 +120,14 @@ def test_companions_chunks_prefixes_and_drafts_do_not_change_tokens(
         assert 0 < engine.metrics.snapshot().draft_accepted < engine.metrics.snapshot().draft_proposed
 
 
-def test_a_row_that_depends_on_its_neighbour_is_noticed(make_engine: Any, remembering: Any, alone: Alone):
+def test_a_row_that_depends_on_its_neighbour_is_noticed(make_engine, remembering, alone):
     session = remembering()
     session.leak = LEAK
     asked = requests(random.Random(0), REQUESTS)
     assert answers(make_engine(session, max_context=128), asked) != [wanted(alone, request) for request in asked]
 
 
-def test_a_prefix_of_other_tokens_is_noticed(make_engine: Any, remembering: Any, alone: Alone):
+def test_a_prefix_of_other_tokens_is_noticed(make_engine, remembering, alone):
     """The planted error: what a cached block gives back is shifted by one position."""
 
     class Reversing(remembering.cache_type):  # type: ignore[misc]
@@ -158,13 +151,7 @@ MIXTURES = 10  # random sets of requests, arrivals and cancellations
     ("determinism", "stages"), [("fast", False), ("batch", False), ("strict", False), ("fast", True)]
 )
 def test_whoever_comes_leaves_overflows_or_branches_changes_nobody_elses_tokens(
-    make_engine: Any,
-    remembering: Any,
-    in_stages: Any,
-    alone: Alone,
-    determinism: str,
-    stages: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    make_engine, remembering, in_stages, alone, determinism, stages, monkeypatch
 ):
     """Everything at once: beams, samples, sliding windows, drafts, prefixes, cancellations while others run."""
     monkeypatch.setattr("llmc.runtime.speculation.speculator.Speculator", Always)
@@ -214,8 +201,6 @@ def disturbing(rng: random.Random) -> Request:
     return Request(prompt, SamplingParams(**params), priority=rng.randint(-2, 2))
 
 
-# -------------------------------------------------------------------------------------------------- on the real engine
-
 REAL_CASES: list[tuple[str, dict[str, Any]]] = [
     ("int8", {"determinism": "batch"}),
     ("fp32", {"determinism": "batch"}),
@@ -225,9 +210,7 @@ REAL_CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("precision", "options"), REAL_CASES, ids=lambda value: str(value))
-def test_the_small_model_gives_each_request_what_it_gives_it_alone(
-    tiny_in: Callable[[str], Any], precision: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-):
+def test_the_small_model_gives_each_request_what_it_gives_it_alone(tiny_in, precision, options, monkeypatch):
     """Alone: one request after another, one chunk, no prefixes, no drafts. Together: all of that, in small chunks."""
     monkeypatch.setattr("llmc.runtime.speculation.speculator.Speculator", Always)
     asked = requests(random.Random(7), 10, longest=80)
@@ -249,7 +232,7 @@ def test_the_small_model_gives_each_request_what_it_gives_it_alone(
     assert level["determinism"] == "strict" or sum(rows.counts[2:]) > rows.count / 10  # steps of more than two rows
 
 
-def test_drafts_that_are_committed_unread_are_noticed(make_engine: Any, alone: Alone, monkeypatch: pytest.MonkeyPatch):
+def test_drafts_that_are_committed_unread_are_noticed(make_engine, alone, monkeypatch):
     """The planted error: verification that believes its drafts."""
     monkeypatch.setattr("llmc.runtime.speculation.speculator.Speculator", Always)
     monkeypatch.setattr(

@@ -24,7 +24,7 @@ def model(diffusion_models: Path) -> Iterator[Model]:
         yield loaded
 
 
-def test_requests_together_get_what_they_get_alone(model: Model):
+def test_requests_together_get_what_they_get_alone(model):
     prompts = [[10 + i] * (5 + 7 * i) for i in range(5)]
     lengths = [{**OPTIONS, "max_tokens": 8 * (i + 1)} for i in range(5)]  # so that rows move when others end
     alone = [model.generate(prompt, **asked).token_ids for prompt, asked in zip(prompts, lengths, strict=True)]
@@ -32,7 +32,7 @@ def test_requests_together_get_what_they_get_alone(model: Model):
     assert [handle.result().token_ids for handle in handles] == alone
 
 
-def test_windows_of_one_length_share_calls_at_fast_and_at_no_other_level(model: Model, diffusion_models: Path):
+def test_windows_of_one_length_share_calls_at_fast_and_at_no_other_level(model, diffusion_models):
     prompts, asked = [[10 + i] * (5 + 3 * i) for i in range(4)], {**OPTIONS, "max_tokens": 48, "block_length": 16}
     alone = [model.generate(prompt, **asked).token_ids for prompt in prompts]
     for level, most in (("fast", 4), ("batch", 1)):
@@ -46,7 +46,7 @@ def test_windows_of_one_length_share_calls_at_fast_and_at_no_other_level(model: 
         assert max(rows) == most
 
 
-def test_prefixes_are_refused_by_load_and_named_by_a_service(diffusion_models: Path, tmp_path: Path, caplog):
+def test_prefixes_are_refused_by_load_and_named_by_a_service(diffusion_models, tmp_path, caplog):
     folder = diffusion_models / "llada-fp32"
     with pytest.raises(UsageError, check=about("prefix_cache_folder")):
         load(folder, self_test=False, prefix_cache_folder=tmp_path)
@@ -59,7 +59,7 @@ def test_prefixes_are_refused_by_load_and_named_by_a_service(diffusion_models: P
     assert need == memory_need(served.manifest, {"prefix_cache_bytes": 0})
 
 
-def test_tokens_come_by_blocks_and_end_with_a_text_or_a_token(model: Model):
+def test_tokens_come_by_blocks_and_end_with_a_text_or_a_token(model):
     whole = model.generate([5, 6, 7], **OPTIONS)
     deltas = []
     model.generate([5, 6, 7], **OPTIONS, on_delta=deltas.append)
@@ -73,13 +73,13 @@ def test_tokens_come_by_blocks_and_end_with_a_text_or_a_token(model: Model):
     assert ended.token_ids == whole.token_ids[: whole.token_ids.index(end) + 1]
 
 
-def test_a_seed_repeats_what_it_drew(model: Model):
+def test_a_seed_repeats_what_it_drew(model):
     asked = {"max_tokens": 40, "temperature": 1.0, "ignore_eos": True}
     one, two = (model.generate([9, 8], **asked, seed=3).token_ids for _ in range(2))
     assert one == two != model.generate([9, 8], **asked, seed=4).token_ids
 
 
-def test_cancel_and_deadline_work_between_steps(model: Model):
+def test_cancel_and_deadline_work_between_steps(model):
     handle = model.stream([5], **SLOW)
     handle.cancel()
     with pytest.raises(CancelledError):
@@ -89,7 +89,7 @@ def test_cancel_and_deadline_work_between_steps(model: Model):
     assert len(model.generate([5], **OPTIONS).token_ids) == OPTIONS["max_tokens"]
 
 
-def test_what_needs_tokens_in_their_order_is_refused_by_name(model: Model):
+def test_what_needs_tokens_in_their_order_is_refused_by_name(model):
     asked = {"json_schema": {"type": "object"}, "regex": "a*", "logprobs": 1, "n": 2, "num_beams": 2, "top_p": 0.5}
     asked |= {"repetition_penalty": 1.1, "on_overflow": "sink", "logits_processors": [lambda tokens, logits: logits]}
     for name, value in asked.items():
@@ -97,7 +97,7 @@ def test_what_needs_tokens_in_their_order_is_refused_by_name(model: Model):
             model.generate([5], max_tokens=8, temperature=1.0, **{name: value})
 
 
-def test_tools_are_refused_by_name_and_its_parameters_elsewhere(model: Model, fp32_bundle: Path):
+def test_tools_are_refused_by_name_and_its_parameters_elsewhere(model, fp32_bundle):
     tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
     with pytest.raises(UsageError, check=about("tools")):
         model.chat([{"role": "user", "content": "call f"}], tools=[tool], tool_format="hermes", max_tokens=8)
@@ -106,14 +106,14 @@ def test_tools_are_refused_by_name_and_its_parameters_elsewhere(model: Model, fp
             other.generate([5], max_tokens=8, block_length=8)
 
 
-def test_it_neither_drafts_nor_is_timed_token_by_token(fp32_bundle: Path, diffusion_models: Path):
+def test_it_neither_drafts_nor_is_timed_token_by_token(fp32_bundle, diffusion_models):
     with pytest.raises(UsageError, check=about("draft")):
         load(fp32_bundle, threads=1, self_test=False, draft=diffusion_models / "llada-fp32")
     with pytest.raises(UsageError, check=about("bundle")):
         benchmark(diffusion_models / "llada-fp32")
 
 
-def test_levels_of_determinism_hold_and_drafts_are_refused(model: Model, diffusion_models: Path):
+def test_levels_of_determinism_hold_and_drafts_are_refused(model, diffusion_models):
     wanted = model.generate([10] * 20, **OPTIONS).token_ids
     for level in ("strict", "batch"):
         with load(diffusion_models / "llada-fp32", threads=1, self_test=False, determinism=level) as other:

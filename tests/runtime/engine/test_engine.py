@@ -82,9 +82,6 @@ def gate(make_engine: Any, session: Any) -> Iterator[Gate]:
     gate.open()
 
 
-# ------------------------------------------------------------------------------------------- what a request does wrong
-
-
 def raising(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
     raise ZeroDivisionError("by the client")
 
@@ -110,7 +107,7 @@ BAD: dict[str, tuple[dict[str, Any], type[LlmcError], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_request_that_goes_wrong_fails_alone(make_engine: Any, session: Any, alone: Alone, case: str):
+def test_a_request_that_goes_wrong_fails_alone(make_engine, session, alone, case):
     more, error, message = BAD[case]
     engine = make_engine(session)
     others = [engine.submit(ask(prompt)) for prompt in OTHERS[:2]]
@@ -122,7 +119,7 @@ def test_a_request_that_goes_wrong_fails_alone(make_engine: Any, session: Any, a
     assert tokens(engine.submit(ask())) == alone(PROMPT, SAMPLED)
 
 
-def test_logits_of_one_row_that_are_no_numbers_fail_one_request(make_engine: Any, session: Any, alone: Alone):
+def test_logits_of_one_row_that_are_no_numbers_fail_one_request(make_engine, session, alone):
     session.spoil = lambda row: row[: len(PROMPT)] == PROMPT and len(row) > len(PROMPT) + 4
     engine = make_engine(session)
     bad, *others = [engine.submit(ask(prompt)) for prompt in (PROMPT, *OTHERS)]
@@ -131,7 +128,7 @@ def test_logits_of_one_row_that_are_no_numbers_fail_one_request(make_engine: Any
     assert [tokens(handle) for handle in others] == [alone(prompt, SAMPLED) for prompt in OTHERS]
 
 
-def test_a_call_that_fails_while_a_prompt_is_fed_ends_that_request_only(make_engine: Any, session: Any, alone: Alone):
+def test_a_call_that_fails_while_a_prompt_is_fed_ends_that_request_only(make_engine, session, alone):
     def fail_for_the_prompt(batch: Batch) -> None:
         if batch.input_ids.shape[1] > 1 and PROMPT[0] in batch.input_ids[0, :1]:
             raise OSError("not this one")
@@ -142,9 +139,6 @@ def test_a_call_that_fails_while_a_prompt_is_fed_ends_that_request_only(make_eng
     with pytest.raises(LlmcError, match="not this one"):
         bad.result(PATIENCE)
     assert tokens(other) == alone(OTHERS[0], SAMPLED)
-
-
-# ------------------------------------------------------------------------------------------------ refused at the door
 
 
 @pytest.mark.parametrize(
@@ -164,9 +158,7 @@ def test_a_call_that_fails_while_a_prompt_is_fed_ends_that_request_only(make_eng
         ([5], {"num_beams": 9}, RequestError, r"9 rows are needed at once .* the engine has 8; ask for fewer"),
     ],
 )
-def test_what_cannot_be_served_is_refused_before_it_waits(
-    make_engine: Any, session: Any, prompt: Any, params: dict[str, Any], error: type[LlmcError], message: str
-):
+def test_what_cannot_be_served_is_refused_before_it_waits(make_engine, session, prompt, params, error, message):
     engine = make_engine(session)
     with pytest.raises(error, match=message):
         engine.submit(Request(prompt, SamplingParams(**{"max_tokens": 4, "temperature": 0, **params})))
@@ -174,7 +166,7 @@ def test_what_cannot_be_served_is_refused_before_it_waits(
     assert engine.metrics.snapshot().requests["refused"] == 1
 
 
-def test_a_deadline_holds_while_a_grammar_is_compiled(make_engine: Any, session: Any):
+def test_a_deadline_holds_while_a_grammar_is_compiled(make_engine, session):
     combinations = {"anyOf": [{"type": "string", "pattern": f"{i}a"} for i in range(30)]}
     params = SamplingParams(max_tokens=4, json_schema={"allOf": [combinations] * 3})
     with pytest.raises(DeadlineError, match="passed while json_schema was compiled"):
@@ -194,14 +186,12 @@ def test_a_deadline_holds_while_a_grammar_is_compiled(make_engine: Any, session:
         ("stopping_criteria", ["x"], r"stopping_criteria is \['x'\], expected a list of functions"),
     ],
 )
-def test_arguments_of_a_request_have_ranges(field: str, value: Any, message: str):
+def test_arguments_of_a_request_have_ranges(field, value, message):
     with pytest.raises(UsageError, match=message):
         Request([5], **{field: value})
 
 
-def test_a_full_queue_refuses_the_next_and_serves_those_it_took(
-    make_engine: Any, session: Any, gate: Gate, alone: Alone
-):
+def test_a_full_queue_refuses_the_next_and_serves_those_it_took(make_engine, session, gate, alone):
     engine = make_engine(session, max_batch=1, max_queue=2)
     running = engine.submit(ask())
     gate.reached()
@@ -215,7 +205,7 @@ def test_a_full_queue_refuses_the_next_and_serves_those_it_took(
     assert tokens(engine.submit(ask(OTHERS[2]))) == alone(OTHERS[2], SAMPLED)
 
 
-def test_memory_that_does_not_suffice_even_alone_refuses_by_the_numbers(make_engine: Any, served: Any, alone: Alone):
+def test_memory_that_does_not_suffice_even_alone_refuses_by_the_numbers(make_engine, served, alone):
     roomy = served.memory.total(256, 1)
     engine = make_engine(memory=roomy, max_context=512)
     with pytest.raises(ResourceError, match=r"may grow to 512 positions in 1 row\(s\), .* shorten its prompt"):
@@ -223,10 +213,7 @@ def test_memory_that_does_not_suffice_even_alone_refuses_by_the_numbers(make_eng
     assert tokens(engine.submit(ask())) == alone(PROMPT, SAMPLED)
 
 
-# --------------------------------------------------------------------------------------------------- cancel, deadline
-
-
-def test_a_cancelled_request_frees_its_row_within_one_step(make_engine: Any, session: Any, gate: Gate, alone: Alone):
+def test_a_cancelled_request_frees_its_row_within_one_step(make_engine, session, gate, alone):
     engine = make_engine(session, max_batch=1)
     first, second = engine.submit(ask()), engine.submit(ask(OTHERS[0]))
     for _ in range(3):
@@ -243,7 +230,7 @@ def test_a_cancelled_request_frees_its_row_within_one_step(make_engine: Any, ses
     assert fed.input_ids[0].tolist() == OTHERS[0] and fed.first_row == 0
 
 
-def test_a_dropped_handle_cancels_its_request(make_engine: Any, session: Any, gate: Gate, alone: Alone):
+def test_a_dropped_handle_cancels_its_request(make_engine, session, gate, alone):
     engine = make_engine(session)
     other, dropped = engine.submit(ask(OTHERS[0])), engine.submit(ask())
     gate.reached()
@@ -261,7 +248,7 @@ def test_a_dropped_handle_cancels_its_request(make_engine: Any, session: Any, ga
     [(0, "waiting in the queue"), (2, "its prompt was still being fed"), (5, r"\d tokens were generated by then")],
 )
 def test_a_deadline_that_passes_says_how_far_the_request_came(
-    make_engine: Any, session: Any, gate: Gate, alone: Alone, calls: int, where: str, monkeypatch: pytest.MonkeyPatch
+    make_engine, session, gate, alone, calls, where, monkeypatch
 ):
     engine = make_engine(session, max_batch=1, prefill_chunk=8)
     deadline = 1000.0
@@ -283,10 +270,7 @@ def test_a_deadline_that_passes_says_how_far_the_request_came(
     assert tokens(engine.submit(ask())) == alone(PROMPT, SAMPLED)
 
 
-# -------------------------------------------------------------------------------------------------------------- close
-
-
-def test_closing_fails_what_runs_and_waits_and_refuses_what_comes(make_engine: Any, session: Any, gate: Gate):
+def test_closing_fails_what_runs_and_waits_and_refuses_what_comes(make_engine, session, gate):
     engine = make_engine(session, max_batch=1)
     handles = [engine.submit(ask()), engine.submit(ask(OTHERS[0]))]
     gate.reached()
@@ -305,7 +289,7 @@ def test_closing_fails_what_runs_and_waits_and_refuses_what_comes(make_engine: A
         engine.call(lambda: None)
 
 
-def test_closing_with_drain_finishes_what_was_accepted(make_engine: Any, alone: Alone):
+def test_closing_with_drain_finishes_what_was_accepted(make_engine, alone):
     engine = make_engine(max_batch=2)
     handles = [engine.submit(ask(prompt)) for prompt in (PROMPT, *OTHERS)]
     several = engine.submit(ask(params=SamplingParams(max_tokens=4, n=3, seed=9, ignore_eos=True)))
@@ -315,7 +299,7 @@ def test_closing_with_drain_finishes_what_was_accepted(make_engine: Any, alone: 
 
 
 @pytest.mark.parametrize("drain", [False, True])
-def test_a_function_on_the_engines_thread_may_close_it(make_engine: Any, alone: Alone, drain: bool):
+def test_a_function_on_the_engines_thread_may_close_it(make_engine, alone, drain):
     engine = make_engine()
 
     def closing(_: Any) -> None:
@@ -333,7 +317,7 @@ def test_a_function_on_the_engines_thread_may_close_it(make_engine: Any, alone: 
     assert all(handle.done for handle in handles)
 
 
-def test_a_function_runs_between_two_steps_and_its_error_is_the_callers(make_engine: Any):
+def test_a_function_runs_between_two_steps_and_its_error_is_the_callers(make_engine):
     engine = make_engine()
     threads: list[str] = []
     engine.call(lambda: threads.append(threading.current_thread().name))
@@ -343,9 +327,7 @@ def test_a_function_runs_between_two_steps_and_its_error_is_the_callers(make_eng
 
 
 @pytest.mark.parametrize("scope", [None, "another"])
-def test_a_cached_prefix_that_another_row_holds_is_taken_from_that_row(
-    make_engine: Any, remembering: Any, alone: Alone, scope: str | None
-):
+def test_a_cached_prefix_that_another_row_holds_is_taken_from_that_row(make_engine, remembering, alone, scope):
     session, copies = remembering(), list[tuple[int, int]]()
     copy = session.cache.copy
     session.cache.copy = lambda *places: (copies.append(places[2:]), copy(*places))
@@ -361,10 +343,7 @@ def test_a_cached_prefix_that_another_row_holds_is_taken_from_that_row(
     assert copies == ([(0, len(PROMPT))] if scope is None else [])
 
 
-# ------------------------------------------------------------------------------------------------------------ numbers
-
-
-def test_metrics_count_what_happened(make_engine: Any):
+def test_metrics_count_what_happened(make_engine):
     engine = make_engine(prefix_bytes=1 << 20)
     for prompt in (PROMPT, PROMPT, *OTHERS):
         result = engine.submit(ask(prompt)).result(PATIENCE)

@@ -16,7 +16,6 @@ from doubles.brakes import Brake
 
 from llmc.errors import EngineClosedError, LlmcError, ProcessorError, ResourceError, UsageError
 from llmc.runtime import Model, Request, SamplingParams, load
-from llmc.runtime.engine.engine import Engine
 from llmc.runtime.host import threads
 
 PATIENCE = 120.0
@@ -44,9 +43,6 @@ def companion(model: Model, *brakes: Brake) -> Any:
     return model.stream(PROMPT, max_tokens=200, temperature=0, ignore_eos=True, stopping_criteria=brakes)
 
 
-# ------------------------------------------------------------------------------------------- functions of the client
-
-
 def raising(error: BaseException) -> Callable[..., Any]:
     def function(*_: object) -> Any:
         raise error
@@ -55,7 +51,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("wait", ["generate", "result"])
-def test_waiting_for_the_engine_on_its_own_threads_is_refused(model: Model, wait: str):
+def test_waiting_for_the_engine_on_its_own_threads_is_refused(model, wait):
     other = companion(model, brake := Brake(3))
 
     def waiting(tokens: Any, logits: Any) -> Any:
@@ -73,19 +69,13 @@ def test_waiting_for_the_engine_on_its_own_threads_is_refused(model: Model, wait
     assert len(beside.result(PATIENCE).token_ids) == 200
 
 
-# -------------------------------------------------------------------------------------------------------- bad requests
-
-
 @pytest.mark.parametrize("arguments", [{"memory": "2GB"}, {"memory": -1}, {"determinism": "strict", "max_context": 2}])
-def test_loading_refuses_what_could_serve_nothing(tiny_bundle: Path, arguments: dict[str, Any]):
+def test_loading_refuses_what_could_serve_nothing(tiny_bundle, arguments):
     with pytest.raises(UsageError, match=r"memory|max_context"):
         load(tiny_bundle, self_test=False, **arguments)
 
 
-# -------------------------------------------------------------------------------------------------- memory, processes
-
-
-def test_ended_requests_are_let_go_even_if_their_functions_know_them(model: Model):
+def test_ended_requests_are_let_go_even_if_their_functions_know_them(model):
     class Witness:
         """Dies with the request."""
 
@@ -112,7 +102,7 @@ def test_ended_requests_are_let_go_even_if_their_functions_know_them(model: Mode
     assert [reference() for reference in alive] == [None, None]
 
 
-def test_an_engine_that_nobody_holds_ends_with_its_threads(tiny_bundle: Path, tmp_path: Path):
+def test_an_engine_that_nobody_holds_ends_with_its_threads(tiny_bundle, tmp_path):
     before = set(threading.enumerate())
     model = load(tiny_bundle, self_test=False, prefix_cache_folder=str(tmp_path))
     handles = [model.stream(PROMPT * 3, max_tokens=4, temperature=0, ignore_eos=True) for _ in range(2)]
@@ -128,9 +118,7 @@ def test_an_engine_that_nobody_holds_ends_with_its_threads(tiny_bundle: Path, tm
 
 
 @pytest.mark.threat("no-threads")
-def test_a_thread_that_cannot_start_fails_its_request_and_not_the_next(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_thread_that_cannot_start_fails_its_request_and_not_the_next(make_engine, monkeypatch):
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -145,9 +133,7 @@ def test_a_thread_that_cannot_start_fails_its_request_and_not_the_next(
 
 
 @pytest.mark.threat("engine-failure")
-def test_a_failure_that_cannot_be_recovered_from_ends_the_engine_and_leaves_nobody_waiting(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_failure_that_cannot_be_recovered_from_ends_the_engine_and_leaves_nobody_waiting(make_engine, monkeypatch):
     engine = make_engine()
     request = Request([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True), stopping_criteria=[brake := Brake(3)])
     handles = [engine.submit(request), engine.submit(request)]
@@ -162,7 +148,7 @@ def test_a_failure_that_cannot_be_recovered_from_ends_the_engine_and_leaves_nobo
         engine.submit(request)
 
 
-def test_a_call_of_the_library_can_be_interrupted(own: Model):
+def test_a_call_of_the_library_can_be_interrupted(own):
     """Which is what Python's end does with a step that takes long."""
     handle = companion(own, brake := Brake(3))
     threads._interrupts[own.runner.session]()
@@ -186,7 +172,7 @@ def waited_for(child: int) -> int | None:
 @pytest.mark.threat("process-exit")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_is_told_that_its_parents_request_stayed_behind(model: Model):
+def test_a_forked_process_is_told_that_its_parents_request_stayed_behind(model):
     def pieces(handle: Any) -> Any:
         async def read() -> None:
             async for _ in handle.events_async():

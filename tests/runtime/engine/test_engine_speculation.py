@@ -1,6 +1,6 @@
 """Speculation, prefixes and saved conversations through a real engine: the same tokens, with less work."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -47,28 +47,23 @@ def drafting(request: pytest.FixtureRequest, tiny_bundle: Path, int4_bundle: Pat
         yield model
 
 
-def test_drafts_are_accepted_and_change_no_token(drafting: Model, plain: Sequence[tuple[int, ...]]):
+def test_drafts_are_accepted_and_change_no_token(drafting, plain):
     found = results(drafting)
     assert [result.token_ids for result in found] == plain
     assert sum(result.metrics.accepted for result in found) > 0
 
 
-def test_drafts_change_no_token_in_a_shared_batch(drafting: Model, plain: Sequence[tuple[int, ...]]):
+def test_drafts_change_no_token_in_a_shared_batch(drafting, plain):
     assert [result.token_ids for result in together(drafting)] == plain
 
 
-def test_a_request_may_decline_drafts(drafting: Model):
+def test_a_request_may_decline_drafts(drafting):
     result = drafting.generate(PROMPTS[0], max_tokens=LENGTH, temperature=0, speculate=False)
     assert result.metrics.drafted == 0
 
 
-# ------------------------------------------------------------------------------------------------- prefixes, sessions
-
-
 @pytest.fixture(scope="module", params=["float32", "int8"])
-def bundle(
-    request: pytest.FixtureRequest, tiny_bundle: Path, tiny_export: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def bundle(request, tiny_bundle, tiny_export, tmp_path_factory) -> Path:
     """A bundle with each kind of KV cache."""
     if request.param == "float32":
         return tiny_bundle
@@ -83,7 +78,7 @@ LONG = "def walk(path):\n    for name in sorted(os.listdir(path)):\n        prin
 
 
 @pytest.mark.parametrize("level", ["fast", "strict"])
-def test_a_prefix_comes_back_after_a_restart_and_changes_no_token(bundle: Path, tmp_path: Path, level: str):
+def test_a_prefix_comes_back_after_a_restart_and_changes_no_token(bundle, tmp_path, level):
     how = {"max_tokens": 12, "temperature": 0}
     with load(bundle, determinism=level, prefix_cache_folder=tmp_path, self_test=False) as model:
         cold = model.generate(LONG, **how)

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -76,9 +75,7 @@ def ended(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.threat("process-exit")
 @pytest.mark.parametrize(("how", "status"), [("exit", 3), ("raise", 1)])
-def test_leaving_while_requests_run_has_the_status_of_the_application(
-    tiny_bundle: Path, tmp_path: Path, how: str, status: int
-):
+def test_leaving_while_requests_run_has_the_status_of_the_application(tiny_bundle, tmp_path, how, status):
     process = ended(_MANY, tiny_bundle, tmp_path / "prefixes", how)
     assert process.returncode == status, process.stderr
     assert ("ValueError: of the application" in process.stderr) == (how == "raise")
@@ -86,13 +83,13 @@ def test_leaving_while_requests_run_has_the_status_of_the_application(
     assert written == {".kv"}  # nothing half-written
 
 
-def test_the_applications_threads_may_use_a_model_after_the_main_one(tiny_bundle: Path):
+def test_the_applications_threads_may_use_a_model_after_the_main_one(tiny_bundle):
     process = ended(_WORKER, tiny_bundle)
     assert (process.returncode, process.stdout) == (0, "False [9, 9]\n2\n"), process.stderr
 
 
 @pytest.mark.threat("process-exit")
-def test_a_function_that_never_returns_holds_up_the_end_for_a_bounded_time(tiny_bundle: Path):
+def test_a_function_that_never_returns_holds_up_the_end_for_a_bounded_time(tiny_bundle):
     process = ended(_STUCK, tiny_bundle)
     assert process.returncode == 0
     assert "llmc-engine did not end within 0.2 s" in process.stderr

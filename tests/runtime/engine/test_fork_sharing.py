@@ -32,9 +32,7 @@ def prefilled(session: Any) -> int:
 
 
 @pytest.mark.parametrize(("n", "max_batch"), [(2, 8), (8, 8), (5, 4)])
-def test_samples_share_one_prefill_and_draw_from_seeds_of_their_own(
-    make_engine: Any, remembering: Any, alone: Alone, n: int, max_batch: int
-):
+def test_samples_share_one_prefill_and_draw_from_seeds_of_their_own(make_engine, remembering, alone, n, max_batch):
     session = remembering()
     result = run(make_engine(session, max_batch=max_batch), params := sampled(n=n))
     assert [list(output.token_ids) for output in result.outputs] == [alone(PROMPT, params, i) for i in range(n)]
@@ -47,7 +45,7 @@ def test_samples_share_one_prefill_and_draw_from_seeds_of_their_own(
 
 
 @pytest.mark.threat("many-samples")
-def test_samples_that_end_at_once_take_turns_with_others(make_engine: Any):
+def test_samples_that_end_at_once_take_turns_with_others(make_engine):
     """Nobody waits until a thousand of them are drawn: in one step they are no more than there are rows."""
     came: list[str] = []
     engine = make_engine(max_batch=4)
@@ -58,9 +56,7 @@ def test_samples_that_end_at_once_take_turns_with_others(make_engine: Any):
     assert max(map(len, "".join("m" if name == "many" else " " for name in came).split())) <= 4 + 1
 
 
-def test_the_best_of_several_are_those_with_the_highest_mean_log_probability(
-    make_engine: Any, remembering: Any, alone: Alone
-):
+def test_the_best_of_several_are_those_with_the_highest_mean_log_probability(make_engine, remembering, alone):
     params = sampled(n=2, best_of=6)
     result = run(make_engine(), params)
     session, means = remembering(), []
@@ -81,7 +77,7 @@ def test_the_best_of_several_are_those_with_the_highest_mean_log_probability(
     assert abs(means[best[0]] - means[best[1]]) > 10 * LOGPROB_TOLERANCE  # another order would be noticed
 
 
-def test_a_fork_that_copies_another_row_is_noticed(make_engine: Any, remembering: Any, alone: Alone):
+def test_a_fork_that_copies_another_row_is_noticed(make_engine, remembering, alone):
     """The planted error: samples that begin with something else than the prompt."""
 
     class Crossing(remembering.cache_type):  # type: ignore[misc]

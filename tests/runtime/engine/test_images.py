@@ -64,16 +64,14 @@ def ask(engine: Engine, images: Sequence[int], params: SamplingParams = GREEDY, 
 
 
 @pytest.mark.parametrize("chunk", [2, 6, 8, 64])
-def test_chunks_change_no_token(make_seeing: Callable[..., Engine], alone: Callable[..., list[int]], chunk: int):
+def test_chunks_change_no_token(make_seeing, alone, chunk):
     engine = make_seeing(prefill_chunk=chunk)
     for images in ([CAT], [CAT, DOG], [DOG, CAT, DOG]):
         expected = alone(seen_tokens(*see(images)), GREEDY)
         assert list(ask(engine, images).result().token_ids) == expected
 
 
-def test_requests_with_and_without_images_give_together_what_they_give_alone(
-    make_seeing: Callable[..., Engine], alone: Callable[..., list[int]]
-):
+def test_requests_with_and_without_images_give_together_what_they_give_alone(make_seeing, alone):
     engine = make_seeing(prefill_chunk=16, prefix_bytes=1 << 20)
     asked = [[CAT], [], [DOG, CAT], [], [CAT, DOG], [CAT]]
     handles = [ask(engine, images) if images else engine.submit(Request(TEXT, GREEDY)) for images in asked]
@@ -83,9 +81,7 @@ def test_requests_with_and_without_images_give_together_what_they_give_alone(
 
 
 @pytest.mark.threat("image-cache")
-def test_two_images_of_one_size_share_no_prefix_and_one_image_does(
-    make_seeing: Callable[..., Engine], alone: Callable[..., list[int]]
-):
+def test_two_images_of_one_size_share_no_prefix_and_one_image_does(make_seeing, alone):
     engine = make_seeing(prefix_bytes=1 << 20)
     ask(engine, [CAT]).result()
     other = ask(engine, [DOG]).result()
@@ -96,7 +92,7 @@ def test_two_images_of_one_size_share_no_prefix_and_one_image_does(
     assert list(again.token_ids) == alone(seen_tokens(*see([CAT], text=[*TEXT[:5], *range(200, 230)])), GREEDY)
 
 
-def test_placeholders_without_images_share_no_prefix_with_images(make_seeing: Callable[..., Engine]):
+def test_placeholders_without_images_share_no_prefix_with_images(make_seeing):
     engine = make_seeing(prefix_bytes=1 << 20)
     ask(engine, [CAT]).result()
     prompt, _ = see([CAT])
@@ -104,22 +100,20 @@ def test_placeholders_without_images_share_no_prefix_with_images(make_seeing: Ca
 
 
 @pytest.mark.parametrize("params", [replace(GREEDY, n=3, temperature=1.0, seed=5), replace(GREEDY, num_beams=3)])
-def test_forks_of_a_prompt_see_its_images(make_seeing: Callable[..., Engine], params: SamplingParams):
+def test_forks_of_a_prompt_see_its_images(make_seeing, params):
     texts = [ask(make_seeing(), [image], params).result() for image in (CAT, CAT, DOG)]
     tokens = [[output.token_ids for output in result.outputs] for result in texts]
     assert tokens[0] == tokens[1] != tokens[2]
 
 
 @pytest.mark.parametrize("overflow", ["truncate_left", "sink"])
-def test_parts_of_images_cannot_be_left_out(make_seeing: Callable[..., Engine], overflow: Any):
+def test_parts_of_images_cannot_be_left_out(make_seeing, overflow):
     with pytest.raises(UsageError, match=r"on_overflow is .*, but no part of an image can be left out"):
         ask(make_seeing(), [CAT], replace(GREEDY, on_overflow=overflow))
 
 
 @pytest.mark.parametrize("chunk", [12, 14, 64])
-def test_images_that_are_seen_both_ways_are_fed_whole(
-    make_seeing: Callable[..., Engine], alone: Callable[..., list[int]], chunk: int
-):
+def test_images_that_are_seen_both_ways_are_fed_whole(make_seeing, alone, chunk):
     """Calls have an even number of tokens all the same, but for the last."""
     engine = make_seeing(prefill_chunk=chunk)
     for images in ([CAT], [CAT, DOG], [DOG, CAT, DOG]):
@@ -139,7 +133,7 @@ def test_images_that_are_seen_both_ways_are_fed_whole(
     assert seen
 
 
-def test_logits_of_a_prompt_whose_images_are_fed_whole_are_refused(make_seeing: Callable[..., Engine]):
+def test_logits_of_a_prompt_whose_images_are_fed_whole_are_refused(make_seeing):
     prompt, rows = see([CAT])
     with pytest.raises(UsageError, match="prompt_logprobs are asked for of a prompt whose images are fed whole"):
         make_seeing().submit(Request(prompt, replace(GREEDY, prompt_logprobs=0), images=replace(rows, whole=True)))

@@ -146,13 +146,8 @@ def thread_of(engine: Engine) -> threading.Thread:
     return engine._thread.thread
 
 
-# ---------------------------------------------------------------------------------------------------------- a lost GPU
-
-
 @pytest.mark.parametrize("calls", CALLS)
-def test_wherever_the_gpu_is_lost_every_request_ends_and_so_does_the_engine(
-    make_engine: Any, remembering: Any, expected: list[Any], calls: int
-):
+def test_wherever_the_gpu_is_lost_every_request_ends_and_so_does_the_engine(make_engine, remembering, expected, calls):
     session = Failing(remembering(), calls, lost())
     engine = make_engine(session, max_context=512, prefix_bytes=1 << 20)
     outcomes = from_many_threads(engine)
@@ -188,9 +183,7 @@ def closed_at_once(engine: Engine, session: Failing) -> None:
     assert session.closed == 1
 
 
-def test_the_session_of_a_model_that_nobody_closed_before_the_loss_is_closed_afterwards(
-    make_engine: Any, remembering: Any
-):
+def test_the_session_of_a_model_that_nobody_closed_before_the_loss_is_closed_afterwards(make_engine, remembering):
     """Its thread ended long before anyone said what comes then."""
     session = Failing(remembering(), 0, lost())
     engine = make_engine(session)
@@ -200,13 +193,10 @@ def test_the_session_of_a_model_that_nobody_closed_before_the_loss_is_closed_aft
     closed_at_once(engine, session)
 
 
-# ------------------------------------------------------------------------------------------- failures that come alone
-
-
 @pytest.mark.parametrize("calls", CALLS)
 @pytest.mark.parametrize("make", [refused, lambda: ResourceError("the GPU is out of memory")], ids=["gpu", "memory"])
 def test_a_failure_that_is_no_loss_costs_some_requests_and_never_the_engine(
-    make_engine: Any, remembering: Any, expected: list[Any], calls: int, make: Callable[[], Exception]
+    make_engine, remembering, expected, calls, make
 ):
     session = Failing(remembering(), calls, make())
     engine = make_engine(session, max_context=512, prefix_bytes=1 << 20)
@@ -227,7 +217,7 @@ def held_back(engine: Engine, requests: Sequence[Request]) -> list[Any]:
     return [outcome(handle) for handle in handles]
 
 
-def test_a_call_that_fails_costs_those_who_shared_it(make_engine: Any, remembering: Any, alone: Alone):
+def test_a_call_that_fails_costs_those_who_shared_it(make_engine, remembering, alone):
     """Two decode; the third is still being fed, and a fourth waits."""
     session = Failing(remembering(), 10_000, refused())
     engine = make_engine(session, max_batch=3, prefill_chunk=16, decode_steps_per_chunk=4)
@@ -243,9 +233,7 @@ def fail_when(wrong: bool) -> None:
         raise refused()
 
 
-def test_rows_that_could_not_be_moved_cost_who_holds_one_and_nobody_who_waits(
-    make_engine: Any, remembering: Any, alone: Alone
-):
+def test_rows_that_could_not_be_moved_cost_who_holds_one_and_nobody_who_waits(make_engine, remembering, alone):
     """Whoever leaves has another one's positions moved: half a move is no cache to go on with."""
     session = Failing(remembering(), 0, refused(), ("swap",))
     engine = make_engine(session, max_batch=2)
@@ -256,9 +244,6 @@ def test_rows_that_could_not_be_moved_cost_who_holds_one_and_nobody_who_waits(
     assert third == [alone(requests[2].prompt, requests[2].params)]
 
 
-# ------------------------------------------------------------------------------------------------------ planted errors
-
-
 @pytest.fixture
 def swallowed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is fatal: the engine takes a loss for a failure of one request."""
@@ -267,7 +252,7 @@ def swallowed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("swallowed")
-def test_an_engine_that_does_not_know_a_loss_asks_the_gpu_again(make_engine: Any, remembering: Any):
+def test_an_engine_that_does_not_know_a_loss_asks_the_gpu_again(make_engine, remembering):
     session = Failing(remembering(), 4, lost(), ("run",))
     engine = make_engine(session, max_batch=2)
     held_back(engine, [asked(10 * i, 20) for i in range(1, 6)])
@@ -275,7 +260,7 @@ def test_an_engine_that_does_not_know_a_loss_asks_the_gpu_again(make_engine: Any
 
 
 @pytest.mark.usefixtures("swallowed")
-def test_an_engine_that_does_not_know_a_torn_row_goes_on_with_it(make_engine: Any, remembering: Any):
+def test_an_engine_that_does_not_know_a_torn_row_goes_on_with_it(make_engine, remembering):
     session = Failing(remembering(), 0, refused(), ("swap",))
     engine = make_engine(session, max_batch=2)
     requests = [asked(10, 3), asked(100, 30)]

@@ -62,10 +62,7 @@ def slid(
     return said, cut
 
 
-# -------------------------------------------------------------------------------------------------------------- refuse
-
-
-def test_what_does_not_fit_is_refused_unless_the_request_says_otherwise(engine: Any):
+def test_what_does_not_fit_is_refused_unless_the_request_says_otherwise(engine):
     no_room, too_many = rf"leaves no room in a context of {CONTEXT}", rf"13 new ones .* holds {CONTEXT}"
     for prompt, new, why in ((LONG, 1, no_room), (LONG[:CONTEXT], 1, no_room), (LONG[:20], 13, too_many)):
         with pytest.raises(RequestError, match=rf"prompt has {len(prompt)} tokens.* {why}"):
@@ -73,18 +70,15 @@ def test_what_does_not_fit_is_refused_unless_the_request_says_otherwise(engine: 
     assert run(engine, LONG[:20], params("refuse", 12)).usage.truncated_tokens == 0
 
 
-def test_the_last_position_of_the_context_is_used(engine: Any, alone: Any):
+def test_the_last_position_of_the_context_is_used(engine, alone):
     for policy in ("refuse", "truncate_left", "sink"):
         result = run(engine, LONG[:20], params(policy, 12))
         assert list(result.token_ids) == alone(LONG[:20], params(policy, 12))
         assert (result.usage.truncated_tokens, result.metrics.overflows) == (0, 0)
 
 
-# ------------------------------------------------------------------------------------------------------- truncate_left
-
-
 @pytest.mark.parametrize(("length", "new"), [(50, 4), (32, 1), (30, 3), (50, 31)])
-def test_truncation_on_the_left_leaves_room_for_the_answer(engine: Any, alone: Any, length: int, new: int):
+def test_truncation_on_the_left_leaves_room_for_the_answer(engine, alone, length, new):
     prompt, asked = LONG[:length], params("truncate_left", new, seed=4)
     result = run(engine, prompt, asked)
     kept = prompt[-(CONTEXT - new) :]
@@ -92,14 +86,9 @@ def test_truncation_on_the_left_leaves_room_for_the_answer(engine: Any, alone: A
     assert (result.usage.prompt_tokens, result.usage.truncated_tokens) == (len(kept), length - len(kept))
 
 
-# ---------------------------------------------------------------------------------------------------------------- sink
-
-
 @pytest.mark.parametrize(("length", "new"), [(10, 24), (10, 80), (32, 5), (50, 70)])
 @pytest.mark.parametrize("seed", [None, 8])
-def test_a_full_context_slides_to_its_sinks_and_its_recent_half(
-    engine: Any, remembering: Any, length: int, new: int, seed: int | None
-):
+def test_a_full_context_slides_to_its_sinks_and_its_recent_half(engine, remembering, length, new, seed):
     prompt, asked = LONG[:length], params("sink", new, seed)
     result = run(engine, prompt, asked)
     tokens, cut = slid(remembering().logits, prompt, asked)
@@ -108,7 +97,7 @@ def test_a_full_context_slides_to_its_sinks_and_its_recent_half(
     assert (cut > 0) == (length >= CONTEXT or length + new > CONTEXT + 1)  # the last token is not fed
 
 
-def test_a_context_that_does_not_slide_is_noticed(engine: Any, alone: Any, remembering: Any):
+def test_a_context_that_does_not_slide_is_noticed(engine, alone, remembering):
     """The planted error: a model that sees everything says something else after the first slide, and not before."""
     asked = params("sink", 40)
     said, everything = run(engine, LONG[:10], asked).token_ids, alone(LONG[:10], asked)
@@ -118,9 +107,7 @@ def test_a_context_that_does_not_slide_is_noticed(engine: Any, alone: Any, remem
 
 
 @pytest.mark.parametrize("determinism", ["fast", "batch", "strict"])
-def test_sliding_beside_others_and_among_samples_changes_nothing(
-    make_engine: Any, remembering: Any, alone: Any, determinism: str
-):
+def test_sliding_beside_others_and_among_samples_changes_nothing(make_engine, remembering, alone, determinism):
     context = CONTEXT + (determinism == "strict")
     engine = make_engine(max_context=context, prefill_chunk=8, determinism=determinism, prefix_bytes=1 << 20)
     asked = params("sink", 40, seed=2, n=2)

@@ -18,7 +18,7 @@ def run(engine: Any, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["f1", "chrf"])
-def test_outputs_come_by_their_mean_similarity_to_all(make_engine: Any, name: Any):
+def test_outputs_come_by_their_mean_similarity_to_all(make_engine, name):
     outputs = run(make_engine(), consensus=name).outputs
     texts = [output.text for output in sorted(outputs, key=lambda output: output.index)]
     scores = [sum(SIMILARITIES[name](text, other) for other in texts) / 5 for text in texts]
@@ -27,7 +27,7 @@ def test_outputs_come_by_their_mean_similarity_to_all(make_engine: Any, name: An
     assert sorted(output.index for output in outputs) == [0, 1, 2, 3, 4]
 
 
-def test_a_comparison_that_takes_long_holds_nobody_up(make_engine: Any, alone: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_comparison_that_takes_long_holds_nobody_up(make_engine, alone, monkeypatch):
     import threading
 
     release, entered = threading.Event(), threading.Semaphore(0)
@@ -53,7 +53,7 @@ def test_a_comparison_that_takes_long_holds_nobody_up(make_engine: Any, alone: A
 
 
 @pytest.mark.parametrize("tokens", [2, 5])
-def test_more_samples_than_rows_feed_the_prompt_once(make_engine: Any, alone: Any, tokens: int):
+def test_more_samples_than_rows_feed_the_prompt_once(make_engine, alone, tokens):
     """All rows of a round end in the same step, and nobody else holds the prompt."""
     engine = make_engine(max_batch=4)
     params = SamplingParams(max_tokens=tokens, temperature=1.0, seed=5, n=21, ignore_eos=True)
@@ -62,7 +62,7 @@ def test_more_samples_than_rows_feed_the_prompt_once(make_engine: Any, alone: An
     assert engine.metrics.snapshot().step["prefill"].count == 1
 
 
-def test_whoever_waits_first_gets_the_row_of_a_sample_that_ends(make_engine: Any, alone: Any):
+def test_whoever_waits_first_gets_the_row_of_a_sample_that_ends(make_engine, alone):
     engine = make_engine(max_batch=2)
     params = SamplingParams(max_tokens=3, temperature=1.0, seed=5, n=40, ignore_eos=True)
     urgent = SamplingParams(max_tokens=3, temperature=1.0, seed=6, ignore_eos=True)

@@ -10,9 +10,6 @@ SPACING = 4
 CHUNK_S, STEP_S = 0.25, 0.125  # exact in binary
 
 
-# -------------------------------------------------------------------------------------------------------------- queue
-
-
 def test_a_better_priority_goes_first_and_is_worth_a_fixed_number_of_arrivals():
     queue = Queue()
     queue.push("early", 1)
@@ -29,7 +26,7 @@ def test_a_better_priority_goes_first_and_is_worth_a_fixed_number_of_arrivals():
     st.integers(-WORST, WORST),
     st.integers(-WORST, WORST),
 )
-def test_nobody_waits_for_more_than_a_bounded_number_of_later_arrivals(before: list[int], own: int, rival: int):
+def test_nobody_waits_for_more_than_a_bounded_number_of_later_arrivals(before, own, rival):
     """Whatever the priorities of those who keep coming, one in and one out."""
     queue = Queue()
     for priority in before:
@@ -51,9 +48,6 @@ def test_a_further_sample_waits_in_the_place_of_its_request():
     assert [queue.pop(), queue.pop()] == ["first's sample", "second"]
 
 
-# ------------------------------------------------------------------------------------------------------------- chunks
-
-
 def test_while_others_decode_a_further_chunk_waits_for_steps_and_for_their_time():
     pacer = ChunkedPrefill(SPACING)
     assert pacer.allows(first_chunk=False, decoding=True)
@@ -65,7 +59,7 @@ def test_while_others_decode_a_further_chunk_waits_for_steps_and_for_their_time(
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 10)), max_size=20))
-def test_a_first_chunk_never_waits_nor_any_where_nobody_decodes(past: list[tuple[bool, float]]):
+def test_a_first_chunk_never_waits_nor_any_where_nobody_decodes(past):
     pacer = ChunkedPrefill(SPACING)
     for fed, seconds in past:
         pacer.note_fed(seconds, first_chunk=False) if fed else pacer.note_decoded(seconds)

@@ -1,7 +1,7 @@
 """Beams on rows of the cache, beside other requests: they give what they give alone."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,7 @@ def expected(hypotheses: list[Hypothesis]) -> list[tuple[tuple[int, ...], float,
 
 @pytest.mark.parametrize("determinism", ["fast", "batch", "strict"])
 @pytest.mark.parametrize("options", BEAMS, ids=str)
-def test_beams_beside_others_are_those_of_beams_alone(
-    make_engine: Any, remembering: Any, alone: Any, options: dict[str, Any], determinism: str
-):
+def test_beams_beside_others_are_those_of_beams_alone(make_engine, remembering, alone, options, determinism):
     engine = make_engine(prefill_chunk=2, determinism=determinism, prefix_bytes=1 << 20)
     sampled = SamplingParams(max_tokens=20, temperature=1.0, seed=1, ignore_eos=True)
     others = [engine.submit(Request([20 + i, 21], sampled)) for i in range(3)]
@@ -71,7 +69,7 @@ def test_beams_beside_others_are_those_of_beams_alone(
     ]
 
 
-def test_beams_end_at_end_of_sequence_tokens_and_stop_tokens(make_engine: Any, remembering: Any):
+def test_beams_end_at_end_of_sequence_tokens_and_stop_tokens(make_engine, remembering):
     likely = [int(token) for token in np.argsort(-remembering().logits(PROMPT))[:3]]
     request = Request(
         PROMPT, SamplingParams(max_tokens=NEW, num_beams=3, length_penalty=0.0, stop_token_ids=tuple(likely[1:]))
@@ -83,7 +81,7 @@ def test_beams_end_at_end_of_sequence_tokens_and_stop_tokens(make_engine: Any, r
     assert result.stop_reason == result.token_ids[-1] in likely[1:]
 
 
-def test_rows_for_all_beams_are_kept_free_from_the_start(make_engine: Any, remembering: Any):
+def test_rows_for_all_beams_are_kept_free_from_the_start(make_engine, remembering):
     """Five requests hold a row each while their prompts are fed, and would fork into twenty where there are eight."""
     session = remembering()
     engine = make_engine(session, prefill_chunk=2, decode_steps_per_chunk=0)
@@ -93,7 +91,7 @@ def test_rows_for_all_beams_are_kept_free_from_the_start(make_engine: Any, remem
     assert session.cache.rows <= 8
 
 
-def test_strands_keep_their_order_when_rows_are_moved(make_engine: Any, remembering: Any):
+def test_strands_keep_their_order_when_rows_are_moved(make_engine, remembering):
     """A request in the first row ends, and the last beam takes its place."""
     engine = make_engine(prefill_chunk=2, decode_steps_per_chunk=0)
     wanted = expected(driven(remembering(), beam_search({"num_beams": 4}), PROMPT))
@@ -104,7 +102,7 @@ def test_strands_keep_their_order_when_rows_are_moved(make_engine: Any, remember
         assert len(short.result(PATIENCE).token_ids) == new
 
 
-def test_a_fork_that_copies_too_little_is_noticed(make_engine: Any, remembering: Any):
+def test_a_fork_that_copies_too_little_is_noticed(make_engine, remembering):
     """The planted error: the last position of a copied row stays behind."""
 
     class Losing(remembering.cache_type):  # type: ignore[misc]
@@ -117,9 +115,6 @@ def test_a_fork_that_copies_too_little_is_noticed(make_engine: Any, remembering:
     wanted = expected(driven(remembering(), beam_search({"num_beams": 4}), PROMPT))
     with pytest.raises(Exception, match=r"failed inside|reports"):
         assert found(make_engine(Lossy()).submit(beams({"num_beams": 4})).result(PATIENCE)) == wanted
-
-
-# -------------------------------------------------------------------------------------------- the small model's beams
 
 
 @contextmanager
@@ -141,7 +136,7 @@ TRANSFORMERS: list[dict[str, Any]] = [
 ]
 
 
-def test_beams_of_the_small_model_equal_those_of_transformers(tiny_in: Callable[[str], Path], tiny_checkpoint: Path):
+def test_beams_of_the_small_model_equal_those_of_transformers(tiny_in, tiny_checkpoint):
     import torch
 
     texts = ["def add(a, b):\n    return", "import os\nimport", "class Point:\n    def"]
@@ -174,9 +169,7 @@ def test_beams_of_the_small_model_equal_those_of_transformers(tiny_in: Callable[
     assert reasons == {"stop", "length"}
 
 
-def test_log_probabilities_of_the_small_model_are_those_of_transformers(
-    tiny_in: Callable[[str], Path], tiny_checkpoint: Path
-):
+def test_log_probabilities_of_the_small_model_are_those_of_transformers(tiny_in, tiny_checkpoint):
     import torch
 
     with load(tiny_in("fp32"), threads=1, self_test=False) as model, reference(tiny_checkpoint) as torch_model:

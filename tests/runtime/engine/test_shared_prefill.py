@@ -43,7 +43,7 @@ def fed(session: Any) -> list[list[int]]:
     return [batch.counts for batch in session.calls if batch.phase is Phase.PREFILL]
 
 
-def test_short_prompts_that_come_together_share_a_call(make_engine: Any, session: Any, alone: Alone):
+def test_short_prompts_that_come_together_share_a_call(make_engine, session, alone):
     requests = [asked(100, 5), asked(200, 8), asked(300, 1), asked(400, 3, max_tokens=1)]
     engine = make_engine(session)
     assert answers(engine, requests) == [alone(item.prompt, item.params) for item in requests]
@@ -51,25 +51,23 @@ def test_short_prompts_that_come_together_share_a_call(make_engine: Any, session
 
 
 @pytest.mark.parametrize("level", ["batch", "strict"])
-def test_levels_that_promise_equal_bits_feed_one_row_a_call(make_engine: Any, session: Any, level: str):
+def test_levels_that_promise_equal_bits_feed_one_row_a_call(make_engine, session, level):
     answers(make_engine(session, determinism=level), [asked(100, 5), asked(200, 8)])
     assert all(len(rows) == 1 for rows in fed(session))
 
 
-def test_a_session_that_packs_no_rows_feeds_one_a_call(make_engine: Any, session: Any):
+def test_a_session_that_packs_no_rows_feeds_one_a_call(make_engine, session):
     session.packs_rows = False
     answers(make_engine(session), [asked(100, 5), asked(200, 8)])
     assert fed(session) == [[5], [8]]
 
 
-def test_a_prompt_of_which_every_position_counts_is_fed_alone(make_engine: Any, session: Any):
+def test_a_prompt_of_which_every_position_counts_is_fed_alone(make_engine, session):
     answers(make_engine(session), [asked(100, 5), asked(200, 8, prompt_logprobs=1), asked(300, 4), asked(400, 4)])
     assert fed(session) == [[5], [8], [4, 4]]
 
 
-def test_a_shared_call_that_fails_ends_those_who_shared_it_and_nobody_else(
-    make_engine: Any, session: Any, alone: Alone
-):
+def test_a_shared_call_that_fails_ends_those_who_shared_it_and_nobody_else(make_engine, session, alone):
     engine = make_engine(session)
     handles: list[Any] = []
 

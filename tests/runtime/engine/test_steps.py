@@ -43,9 +43,6 @@ def session(remembering: Any) -> Any:
     return remembering()
 
 
-# -------------------------------------------------------------------------------------------------------------- chunks
-
-
 def held_back(engine: Any, requests: Sequence[Request]) -> list[Any]:
     """Submit all of them before the engine's next step."""
     handles: list[Any] = []
@@ -53,9 +50,7 @@ def held_back(engine: Any, requests: Sequence[Request]) -> list[Any]:
     return handles
 
 
-def test_while_others_decode_steps_lie_between_the_chunks_of_a_long_prompt(
-    make_engine: Any, session: Any, alone: Alone
-):
+def test_while_others_decode_steps_lie_between_the_chunks_of_a_long_prompt(make_engine, session, alone):
     engine = make_engine(session, prefill_chunk=CHUNK, decode_steps_per_chunk=SPACING)
     requests = [Request(prompt(10, 3), params(60)), Request(prompt(100, 5 * CHUNK), params())]
     short, long = held_back(engine, requests)
@@ -68,7 +63,7 @@ def test_while_others_decode_steps_lie_between_the_chunks_of_a_long_prompt(
     assert chunks[0] == 2  # the first one goes at once, after the short prompt and a step
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one(make_engine: Any, session: Any):
+def test_a_short_prompt_does_not_wait_for_a_long_one(make_engine, session):
     engine = make_engine(session, prefill_chunk=CHUNK, decode_steps_per_chunk=SPACING, max_context=512)
     long, short = held_back(engine, [Request(prompt(100, 40 * CHUNK), params()), Request(prompt(10, CHUNK), params(1))])
     tokens(short)
@@ -79,9 +74,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(make_engine: Any, session: 
 
 @pytest.mark.parametrize("spacing", [0, SPACING])
 @pytest.mark.parametrize("new", [1, 3])
-def test_a_long_prompt_is_fed_however_many_short_ones_come(
-    make_engine: Any, session: Any, alone: Alone, spacing: int, new: int
-):
+def test_a_long_prompt_is_fed_however_many_short_ones_come(make_engine, session, alone, spacing, new):
     """Somebody submits a short prompt whenever one is done, for as long as the long one takes."""
     engine = make_engine(session, prefill_chunk=CHUNK, decode_steps_per_chunk=spacing)
     starts = iter(range(20, 4000))
@@ -101,9 +94,6 @@ def test_a_long_prompt_is_fed_however_many_short_ones_come(
     assert len(more) < 4 * (max(1, spacing) + 8) * 8  # a bound that a starved prompt would pass
     for handle in more:
         handle.result(PATIENCE)
-
-
-# -------------------------------------------------------------------------------------------------------------- drafts
 
 
 class Table:
@@ -127,9 +117,7 @@ class Table:
 
 
 @pytest.mark.parametrize("end", ["choice", "stop token", "stop text", "criterion"])
-def test_drafts_that_go_on_after_the_end_of_a_sample_do_no_harm(
-    make_engine: Any, tiny_tokenizer: Any, session: Any, monkeypatch: pytest.MonkeyPatch, end: str
-):
+def test_drafts_that_go_on_after_the_end_of_a_sample_do_no_harm(make_engine, tiny_tokenizer, session, monkeypatch, end):
     """A guide has nothing to allow after the end, and a processor may raise where it was never to be asked."""
     monkeypatch.setattr("llmc.runtime.speculation.speculator.Speculator", Always)
     asked = Request(
@@ -166,9 +154,7 @@ def test_drafts_that_go_on_after_the_end_of_a_sample_do_no_harm(
 
 
 @pytest.mark.threat("bad-words")
-def test_drafts_of_forbidden_sequences_are_not_accepted(
-    make_engine: Any, tiny_tokenizer: Any, session: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_drafts_of_forbidden_sequences_are_not_accepted(make_engine, tiny_tokenizer, session, monkeypatch):
     """What is verified passes through the same steps as what is drawn alone."""
     monkeypatch.setattr("llmc.runtime.speculation.speculator.Speculator", Always)
     free = make_engine(session).submit(Request(prompt(10, 6), params(30))).result(PATIENCE)
@@ -185,10 +171,7 @@ def test_drafts_of_forbidden_sequences_are_not_accepted(
         assert engine.metrics.snapshot().draft_accepted > 0
 
 
-# --------------------------------------------------------------------------------------------------------------- cache
-
-
-def test_memory_that_ends_while_the_cache_grows_fails_who_needs_it(make_engine: Any, session: Any, alone: Alone):
+def test_memory_that_ends_while_the_cache_grows_fails_who_needs_it(make_engine, session, alone):
     reserve = session.cache.reserve
 
     def refuse(rows: int, capacity: int) -> None:
@@ -206,9 +189,7 @@ def test_memory_that_ends_while_the_cache_grows_fails_who_needs_it(make_engine: 
     assert tokens(engine.submit(modest)) == alone(modest.prompt, modest.params)
 
 
-def test_a_stage_that_is_lost_while_the_cache_grows_fails_who_waits_for_the_room(
-    make_engine: Any, session: Any, alone: Alone
-):
+def test_a_stage_that_is_lost_while_the_cache_grows_fails_who_waits_for_the_room(make_engine, session, alone):
     reserve = session.cache.reserve
 
     def lose(rows: int, capacity: int) -> None:
@@ -223,7 +204,7 @@ def test_a_stage_that_is_lost_while_the_cache_grows_fails_who_waits_for_the_room
 
 
 def test_a_step_that_fails_inside_the_engine_fails_its_requests_and_no_later_ones(
-    make_engine: Any, session: Any, alone: Alone, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_engine, session, alone, monkeypatch, caplog
 ):
     engine = make_engine(session)
     with monkeypatch.context() as patch:
@@ -234,7 +215,7 @@ def test_a_step_that_fails_inside_the_engine_fails_its_requests_and_no_later_one
     assert tokens(engine.submit(Request(prompt(10, 5), params()))) == alone(prompt(10, 5), params())
 
 
-def test_positions_in_use_are_counted(make_engine: Any, session: Any, served: Any):
+def test_positions_in_use_are_counted(make_engine, session, served):
     engine = make_engine(session)
     seen: list[tuple[int, int]] = []
 

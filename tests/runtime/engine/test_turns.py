@@ -40,10 +40,7 @@ def slow(model: Model) -> Model:
     return model
 
 
-# ------------------------------------------------------------------------------------------------------- side by side
-
-
-def test_eight_threads_each_get_what_they_get_alone(model: Model, alone: list[tuple[int, ...]]):
+def test_eight_threads_each_get_what_they_get_alone(model, alone):
     with ThreadPoolExecutor(8) as pool:
         start = threading.Barrier(8)
 
@@ -54,10 +51,7 @@ def test_eight_threads_each_get_what_they_get_alone(model: Model, alone: list[tu
         assert list(pool.map(request, PROMPTS, timeout=PATIENCE)) == alone
 
 
-# ------------------------------------------------------------------------------------------------------------- closing
-
-
-def test_a_closed_model_refuses_requests_and_may_be_closed_again(slow: Model):
+def test_a_closed_model_refuses_requests_and_may_be_closed_again(slow):
     running = slow.stream(PROMPTS[0], **LONG)
     next(running)
     slow.close()
@@ -72,9 +66,7 @@ def test_a_closed_model_refuses_requests_and_may_be_closed_again(slow: Model):
     assert slow.runner.session.cache.capacity == 0
 
 
-def test_requests_that_race_with_closing_are_served_or_refused_and_none_hangs(
-    model: Model, alone: list[tuple[int, ...]]
-):
+def test_requests_that_race_with_closing_are_served_or_refused_and_none_hangs(model, alone):
     start = threading.Barrier(5)
 
     def ask(index: int) -> bool:

@@ -70,7 +70,7 @@ def opened(bundle: Path, **options: Any) -> Model:
     return load(bundle, self_test=False, threads=1, draft="lookup", prefix_cache_bytes=1 << 24, **options)
 
 
-def test_greedy_tokens_are_those_of_transformers(case: Any, bundle: Path):
+def test_greedy_tokens_are_those_of_transformers(case, bundle):
     with opened(bundle) as model:
         tokens = answers(model, Request(prompt(1), greedy(speculate=False)))[0][0]
         cache = model.runner.session.cache
@@ -81,9 +81,7 @@ def test_greedy_tokens_are_those_of_transformers(case: Any, bundle: Path):
 
 
 @pytest.mark.parametrize("level", ["fast", "strict"])
-def test_every_way_of_feeding_gives_the_tokens_of_a_whole_cache(
-    bundle: Path, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_every_way_of_feeding_gives_the_tokens_of_a_whole_cache(bundle, level, tmp_path, monkeypatch):
     options: dict[str, Any] = {"determinism": level, "max_batch": 4}
     with opened(bundle, prefix_cache_folder=tmp_path / "prefixes", **options) as model:
         found = everything(model)

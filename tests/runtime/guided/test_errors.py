@@ -68,21 +68,21 @@ GRAMMAR = [
 
 class TestErrors:
     @pytest.mark.parametrize(("form", "message"), USAGE)
-    def test_name_what_is_wrong_with_an_argument(self, tiny: Any, form: dict[str, Any], message: str) -> None:
+    def test_name_what_is_wrong_with_an_argument(self, tiny, form, message):
         with pytest.raises(UsageError, match=message):
             tiny.ask(**form)
 
     @pytest.mark.parametrize(("form", "message"), GRAMMAR)
-    def test_say_why_a_grammar_is_refused(self, tiny: Any, form: dict[str, Any], message: str) -> None:
+    def test_say_why_a_grammar_is_refused(self, tiny, form, message):
         with pytest.raises(GrammarError, match=message):
             tiny.ask(**form)
 
-    def test_say_which_extra_is_missing(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_say_which_extra_is_missing(self, tiny, monkeypatch):
         monkeypatch.setitem(sys.modules, "llguidance", None)
         with pytest.raises(MissingExtraError, match=r"pip install 'llguidance>="):
             tiny.ask(tiny.grammars(), regex="a")
 
-    def test_do_not_come_where_no_form_is_asked_for(self, tiny: Any) -> None:
+    def test_do_not_come_where_no_form_is_asked_for(self, tiny):
         assert tiny.ask() is None
 
     @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ class TestErrors:
         ],
         ids=["json_schema", "grammar"],
     )
-    def test_do_not_come_from_a_caller_with_a_small_stack(self, tiny: Any, form: dict[str, Any]) -> None:
+    def test_do_not_come_from_a_caller_with_a_small_stack(self, tiny, form):
         """The library recurses; a stack that overflows would end the process."""
         grammars = tiny.grammars()
         found: list[GrammarGuide] = []
@@ -114,14 +114,14 @@ FEW_TOKENS = 25
 
 
 class TestLexerStates:
-    def test_used_up_by_requests_do_not_end_another(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_used_up_by_requests_do_not_end_another(self, tiny, monkeypatch):
         monkeypatch.setattr(guide_module, "_MOST_LEXER_STATES", FEW_STATES)
         grammars = tiny.grammars()
         for seed in range(30):
             tokens = tiny.walk(tiny.start(grammars, regex=MANY_STATES), seed, most=FEW_TOKENS)
             assert re.fullmatch("[ab]+", tiny.text(tokens))
 
-    def test_used_up_by_one_request_end_it_with_an_error(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_used_up_by_one_request_end_it_with_an_error(self, tiny, monkeypatch):
         """The library's mask would then allow the end of the sequence, and nothing else."""
         monkeypatch.setattr(guide_module, "_MOST_LEXER_STATES", FEW_STATES)
         guide = tiny.start(regex=MANY_STATES)
@@ -133,7 +133,7 @@ class TestLexerStates:
                 guide.accept(int(guide.mask(logits).argmax()))
 
 
-def test_a_grammar_too_complex_for_the_parser_ends_its_request_at_once(tiny: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_grammar_too_complex_for_the_parser_ends_its_request_at_once(tiny, monkeypatch):
     monkeypatch.setattr(guide_module.CompiledGrammar, "renew", lambda self: pytest.fail("compiled again, in vain"))
     guide = tiny.start(tiny.grammars(), grammar='start: ((("a"~1..1000)~1..1000)~1..1000)')
     with pytest.raises(GrammarError, match="max is 2000"):
@@ -151,32 +151,30 @@ FEW_COMBINATIONS = {"allOf": [{"anyOf": [{"const": i} for i in range(11)]}, {"en
 
 class TestTime:
     @pytest.mark.threat("grammar-cost")
-    def test_of_compiling_ends_with_an_error(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_of_compiling_ends_with_an_error(self, tiny, monkeypatch):
         monkeypatch.setattr(trial, "COMPILE_SECONDS", 0.3)
         start = time.monotonic()
         with pytest.raises(GrammarError, match=r"json_schema takes longer than 0.3 s to compile; make it smaller"):
             tiny.ask(json_schema=MANY_COMBINATIONS)
         assert time.monotonic() - start < 3
 
-    def test_is_that_of_the_request_where_it_has_less(self, tiny: Any) -> None:
+    def test_is_that_of_the_request_where_it_has_less(self, tiny):
         with pytest.raises(DeadlineError, match=r"deadline of 0.2 s passed while json_schema was compiled"):
             tiny.shared.compile_grammar(SamplingParams(json_schema=MANY_COMBINATIONS), 0.2)
 
-    def test_is_bounded_without_a_process_as_well(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_is_bounded_without_a_process_as_well(self, tiny, monkeypatch):
         monkeypatch.setattr(guide_module.CompiledGrammar, "_build", lambda self: time.sleep(0.2))
         with pytest.raises(DeadlineError, match=r"deadline of 0.01 s passed while regex was compiled"):
             tiny.shared.compile_grammar(SamplingParams(regex="never compiled before"), 0.01)
 
     @pytest.mark.threat("grammar-cost")
-    def test_counts_what_the_grammar_takes_and_not_what_a_busy_machine_does(
-        self, tiny: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_counts_what_the_grammar_takes_and_not_what_a_busy_machine_does(self, tiny, monkeypatch):
         monkeypatch.setattr(trial, "COMPILE_SECONDS", LITTLE_S)
         monkeypatch.setattr(trial, "_CODE", f"import time; time.sleep({2 * LITTLE_S})\n{trial._CODE}")
         assert tiny.reads(tiny.start(tiny.grammars(), json_schema=FEW_COMBINATIONS), "7")
 
     @pytest.mark.threat("grammar-cost")
-    def test_spent_on_others_grammars_is_not_held_against_it(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_spent_on_others_grammars_is_not_held_against_it(self, tiny, monkeypatch):
         monkeypatch.setattr(trial, "WAIT_SECONDS", 0.01)
         monkeypatch.setattr(trial, "_MOST_AT_ONCE", threading.BoundedSemaphore(1))
         with trial._MOST_AT_ONCE, pytest.raises(ResourceError, match=r"other requests .* try again later"):
@@ -190,15 +188,13 @@ class TestTime:
         ],
         ids=["memory", "process"],
     )
-    def test_is_not_the_only_bound(
-        self, tiny: Any, monkeypatch: pytest.MonkeyPatch, change: tuple[str, Any], message: str
-    ) -> None:
+    def test_is_not_the_only_bound(self, tiny, monkeypatch, change, message):
         monkeypatch.setattr(trial, *change)
         with pytest.raises(GrammarError, match=message):
             tiny.ask(tiny.grammars(), json_schema=FEW_COMBINATIONS)
 
     @pytest.mark.threat("grammar-cost")
-    def test_is_spent_once_on_a_grammar_that_takes_long(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_is_spent_once_on_a_grammar_that_takes_long(self, tiny, monkeypatch):
         """Compiling anew, for an exhausted lexer, happens in the engine's thread."""
         monkeypatch.setattr(guide_module, "_MOST_LEXER_STATES", FEW_STATES)
         monkeypatch.setattr(guide_module, "_QUICK_SECONDS", 0.0)
@@ -209,7 +205,7 @@ class TestTime:
 
 
 class TestCache:
-    def test_compiles_equal_grammars_once(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_compiles_equal_grammars_once(self, tiny, monkeypatch):
         compiled: list[str] = []
         build = guide_module.CompiledGrammar._build
         monkeypatch.setattr(
@@ -221,7 +217,7 @@ class TestCache:
         tiny.start(grammars, json_schema=json.dumps(SCHEMA))
         assert compiled == ["json_schema", "regex", "choice"]
 
-    def test_keeps_the_last_used_and_none_that_failed(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_keeps_the_last_used_and_none_that_failed(self, tiny, monkeypatch):
         monkeypatch.setattr(grammars_module, "_MOST_GRAMMARS", 2)
         grammars = tiny.grammars()
         for regex in ("a", "b", "a", "c"):

@@ -84,7 +84,7 @@ for _ in range(LONGEST):
 class TestLanguage:
     @pytest.mark.threat("gbnf")
     @pytest.mark.parametrize("seed", range(30))
-    def test_is_that_of_the_rules_or_with_recursion_a_part_of_it(self, byte_level: Any, seed: int) -> None:
+    def test_is_that_of_the_rules_or_with_recursion_a_part_of_it(self, byte_level, seed):
         random = Random(seed)
         names = ["root", "x", "y-1"]
         rules = {name: random_tree(random, names) for name in names}
@@ -106,13 +106,13 @@ class TestLanguage:
         found = {text for text in texts if byte_level.reads(byte_level.start(grammar=grammar), text)}
         assert found <= expected and (seed % 2 or found == expected), grammar
 
-    def test_notices_a_lexer_that_never_looks_back(self, byte_level: Any) -> None:
+    def test_notices_a_lexer_that_never_looks_back(self, byte_level):
         """The planted error: the lexemes as the grammar has them."""
         lark = 'start: (B | BC) "c"\nB: "b"\nBC: "bc"'
         assert not byte_level.reads(byte_level.start(grammar=lark), "bc")
         assert byte_level.reads(byte_level.start(grammar='root ::= ("b" | "bc") "c"'), "bc")
 
-    def test_is_restricted_where_a_lexeme_beside_recursion_ends_early(self, byte_level: Any) -> None:
+    def test_is_restricted_where_a_lexeme_beside_recursion_ends_early(self, byte_level):
         grammar = 'root ::= ("b" | "bc") ("c" | "(" root ")")'
         assert byte_level.reads(byte_level.start(grammar=grammar), "b(bcc)")
         assert not byte_level.reads(byte_level.start(grammar=grammar), "bc")
@@ -160,22 +160,20 @@ REFUSED = [
 
 class TestForms:
     @pytest.mark.parametrize(("grammar", "derived", "others"), FORMS)
-    def test_mean_what_they_mean_in_llama_cpp(
-        self, byte_level: Any, grammar: str, derived: list[str], others: list[str]
-    ) -> None:
+    def test_mean_what_they_mean_in_llama_cpp(self, byte_level, grammar, derived, others):
         for text in derived:
             assert byte_level.reads(byte_level.start(grammar=grammar), text), text
         for text in others:
             assert not byte_level.reads(byte_level.start(grammar=grammar), text), text
 
     @pytest.mark.parametrize(("grammar", "message"), REFUSED, ids=[message for _, message in REFUSED])
-    def test_are_refused_in_a_sentence(self, byte_level: Any, grammar: str, message: str) -> None:
+    def test_are_refused_in_a_sentence(self, byte_level, grammar, message):
         with pytest.raises(GrammarError) as caught:
             byte_level.ask(grammar=grammar)
         assert message in str(caught.value)
         assert len(str(caught.value)) < 200
 
-    def test_keep_lexemes_whole_where_the_lexer_can_tell_them_apart(self) -> None:
+    def test_keep_lexemes_whole_where_the_lexer_can_tell_them_apart(self):
         """Masks over lexemes of one character take several times as long."""
         grammar = 'root ::= "[" (item ("," item)*)? "]"\nitem ::= root | string\nstring ::= "\\"" [^"]* "\\""'
         assert ': "\\"" (/[' in to_lark(grammar)

@@ -43,7 +43,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 class TestCheck:
     @pytest.mark.threat("grammar-cost")
     @pytest.mark.parametrize(("schema", "message"), REFUSED)
-    def test_refuses_by_name(self, schema: dict[str, Any], message: str) -> None:
+    def test_refuses_by_name(self, schema, message):
         with pytest.raises(GrammarError, match=message):
             check_schema(schema)
 
@@ -61,7 +61,7 @@ class TestCheck:
         ],
         ids=["names", "values", "annotations", "none", "bounds", "multiples", "root", "closed"],
     )
-    def test_lets_pass_what_is_no_keyword(self, schema: dict[str, Any]) -> None:
+    def test_lets_pass_what_is_no_keyword(self, schema):
         check_schema(schema)
 
 
@@ -87,14 +87,14 @@ FORMATS = [
 
 class TestFormats:
     @pytest.mark.parametrize(("name", "follow", "breaking"), FORMATS, ids=[name for name, _, _ in FORMATS])
-    def test_are_enforced_to_the_end(self, tiny: Any, name: str, follow: list[str], breaking: list[str]) -> None:
+    def test_are_enforced_to_the_end(self, tiny, name, follow, breaking):
         schema = {"type": "string", "format": name}
         for text in follow:
             assert tiny.reads(tiny.start(json_schema=schema), f'"{text}"'), text
         for text in breaking:
             assert not tiny.reads(tiny.start(json_schema=schema), f'"{text}"'), text
 
-    def test_go_with_a_pattern_and_with_other_types(self, tiny: Any) -> None:
+    def test_go_with_a_pattern_and_with_other_types(self, tiny):
         schema = {"format": "date", "pattern": "^2", "allOf": [{"maxLength": 10}]}
         assert tiny.reads(tiny.start(json_schema=schema), '"2024-02-29"')
         assert tiny.reads(tiny.start(json_schema=schema), "3")
@@ -102,7 +102,7 @@ class TestFormats:
             assert not tiny.reads(tiny.start(json_schema=schema), text)
 
 
-def test_the_number_of_listed_properties_is_enforced(tiny: Any):
+def test_the_number_of_listed_properties_is_enforced(tiny):
     schema = {"minProperties": 2, "type": "object", "properties": {"a": {}, "b": {}}, "required": ["a", "b"]}
     schema["additionalProperties"] = False
     assert tiny.reads(tiny.start(json_schema=schema), '{"a":1,"b":1}')
@@ -120,18 +120,18 @@ LOOSE = ['{"a":  1}', '{\n\n"a":1}', '{"a":1 \n}', '{"a":1,\n \n"b":[]}', '{"a":
 
 class TestWhiteSpace:
     @pytest.mark.parametrize("form", [{"type": "object"}, {"properties": {"a": {}, "b": {"type": "array"}}}])
-    def test_is_one_space_or_one_line_end_with_its_indent(self, tiny: Any, form: dict[str, Any]) -> None:
+    def test_is_one_space_or_one_line_end_with_its_indent(self, tiny, form):
         for text in (*STYLES, '{"a":1,"b":[1]}'):
             assert tiny.reads(tiny.start(json_schema=form), text), text
         for text in (*LOOSE, "{\n" + " " * 41 + "}"):
             assert not tiny.reads(tiny.start(json_schema=form), text), text
 
-    def test_is_bounded_in_arguments_of_tools_too(self, tiny: Any) -> None:
+    def test_is_bounded_in_arguments_of_tools_too(self, tiny):
         grammar = 'start: "f(" %json {"type": "object"} ")"'
         assert tiny.reads(tiny.start(grammar=grammar), f"f({STYLES[1]})")
         assert not any(tiny.reads(tiny.start(grammar=grammar), f"f({text})") for text in LOOSE)
 
-    def test_is_left_out_of_compact_json(self, tiny: Any) -> None:
+    def test_is_left_out_of_compact_json(self, tiny):
         for form in ({"json_schema": {}}, {"grammar": "start: %json {}"}):
             assert tiny.reads(tiny.start(**form, compact_json=True), '{"a":1,"b":[1," "]}')
             assert not any(tiny.reads(tiny.start(**form, compact_json=True), text) for text in (*STYLES, "{ }", "[1 ]"))
@@ -166,7 +166,7 @@ PATTERNS: list[dict[str, Any]] = [
 
 class TestPatternsOfProperties:
     @pytest.mark.parametrize("schema", PATTERNS, ids=range(len(PATTERNS)))
-    def test_hold_for_named_properties_and_never_end_amid_an_answer(self, tiny: Any, schema: dict[str, Any]) -> None:
+    def test_hold_for_named_properties_and_never_end_amid_an_answer(self, tiny, schema):
         schema = {"type": "object", **schema}
         compiled, endings = tiny.shared.compile_grammar(SamplingParams(json_schema=schema)), set()
         for seed in range(8):
@@ -185,7 +185,7 @@ class TestPatternsOfProperties:
         assert endings
 
     @pytest.mark.parametrize("patterns", [("^a", "b$"), ("", "x"), ("^[ab]$", "^[bc]$")])
-    def test_that_match_the_same_name_are_refused_by_their_place(self, tiny: Any, patterns: tuple[str, ...]) -> None:
+    def test_that_match_the_same_name_are_refused_by_their_place(self, tiny, patterns):
         schema = {"properties": {"p": {"type": "object", "patternProperties": dict.fromkeys(patterns, True)}}}
         with pytest.raises(
             GrammarError, match=r"'patternProperties' at #/properties/p, which cannot be enforced.* not disjoint"
@@ -194,7 +194,7 @@ class TestPatternsOfProperties:
 
 
 class TestText:
-    def test_keeps_the_order_of_properties(self) -> None:
+    def test_keeps_the_order_of_properties(self):
         text = '{"properties": {"b": {}, "a": {}}}'
         assert schema_text({"properties": {"b": {}, "a": {}}}, "json_schema") == text
         assert schema_text(text, "json_schema") == text

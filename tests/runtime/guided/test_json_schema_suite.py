@@ -92,7 +92,7 @@ def keywords(value: Any) -> set[str]:
 class TestSuite:
     @pytest.mark.threat("schema-enforced")
     @pytest.mark.parametrize("file", sorted(CASES))
-    def test_is_enforced_or_refused_by_name(self, byte_level: Any, file: str) -> None:
+    def test_is_enforced_or_refused_by_name(self, byte_level, file):
         unwritten = 0
         for case in CASES[file]:
             schema, where = case["schema"], f"{case['draft']}: {case['description']}"
@@ -115,7 +115,7 @@ class TestSuite:
         assert unwritten <= (MOST_UNWRITTEN if file in UNWRITTEN else 0)
 
     @pytest.mark.parametrize("keyword", sorted(json_schema._KEYWORDS - json_schema.ANNOTATIONS - {"minProperties"}))
-    def test_takes_every_keyword_that_is_not_refused_by_name(self, byte_level: Any, keyword: str) -> None:
+    def test_takes_every_keyword_that_is_not_refused_by_name(self, byte_level, keyword):
         schemas = [case["schema"] for found in CASES.values() for case in found if keyword in keywords(case["schema"])]
         for schema in sorted(schemas, key=lambda schema: len(json.dumps(schema))):
             with suppress(GrammarError):
@@ -123,7 +123,7 @@ class TestSuite:
                 return
         pytest.fail("all cases with it are refused")
 
-    def test_notices_an_output_that_breaks_a_schema(self, byte_level: Any) -> None:
+    def test_notices_an_output_that_breaks_a_schema(self, byte_level):
         """The planted error: a validator of another schema."""
         compiled = byte_level.shared.compile_grammar(SamplingParams(json_schema={"enum": ["a", "b"]}))
         texts = finished_outputs(byte_level, compiled)
@@ -163,7 +163,7 @@ def random_schema(random: Random, depth: int = 0) -> Any:
 
 class TestRandomSchemas:
     @pytest.mark.parametrize("seed", range(12))
-    def test_are_enforced_or_refused(self, byte_level: Any, seed: int) -> None:
+    def test_are_enforced_or_refused(self, byte_level, seed):
         random = Random(seed)
         for _ in range(12):
             schema = random_schema(random)

@@ -24,7 +24,7 @@ PARTIAL = {r"(ab|c)*d": r"(ab|c)*(a|d)?", r"the [a-z]{2,4}": r"(t|th|the|the [a-
 
 class TestMask:
     @pytest.mark.parametrize("regex", PARTIAL)
-    def test_allows_just_what_can_still_match(self, vocabulary: Any, regex: str) -> None:
+    def test_allows_just_what_can_still_match(self, vocabulary, regex):
         grammars = vocabulary.grammars()
         for seed in range(4):
             guide = vocabulary.start(grammars, regex=regex)
@@ -41,12 +41,12 @@ class TestMask:
         spelled = ((token, spelling) for token, spelling in enumerate(vocabulary.spellings) if spelling)
         return ends | {token for token, spelling in spelled if partial.fullmatch(read + spelling)}
 
-    def test_brute_force_notices_a_token_too_many(self, tiny: Any) -> None:
+    def test_brute_force_notices_a_token_too_many(self, tiny):
         """The planted error: another regex, which differs in its last character only."""
         guide = tiny.start(regex=r"(ab|c)*[de]")
         assert not tiny.agrees(guide, self.expected(tiny, r"(ab|c)*d", b""))
 
-    def test_leaves_the_logits_and_keeps_those_allowed(self, tiny: Any) -> None:
+    def test_leaves_the_logits_and_keeps_those_allowed(self, tiny):
         logits = np.random.default_rng(0).normal(0, 3, tiny.size).astype(np.float32)
         before = logits.copy()
         guide = tiny.start(regex="[a-z]+")
@@ -57,23 +57,23 @@ class TestMask:
         assert set(masked[~kept]) == {-np.inf}
         assert masked.dtype == np.float32
 
-    def test_never_allows_special_tokens_nor_padding(self, vocabulary: Any) -> None:
+    def test_never_allows_special_tokens_nor_padding(self, vocabulary):
         guide = vocabulary.start(regex=r"(?s:.*)")
         ordinary = {token for token, spelling in enumerate(vocabulary.spellings) if spelling is not None}
         assert vocabulary.allowed(guide) - set(vocabulary.eos) <= ordinary
 
-    def test_allows_a_special_token_that_the_grammar_names(self, byte_level: Any) -> None:
+    def test_allows_a_special_token_that_the_grammar_names(self, byte_level):
         guide = byte_level.start(byte_level.grammars(eos=(0,)), grammar='start: <|turn|> "x"')
         assert byte_level.allowed(guide) == {1}
 
-    def test_fits_a_model_with_fewer_tokens_than_the_tokenizer(self, tiny: Any) -> None:
+    def test_fits_a_model_with_fewer_tokens_than_the_tokenizer(self, tiny):
         size = len(tiny.spellings) - 1003
         guide = tiny.start(Grammars(tiny.tokenizer, size, (0,)), regex="[a-z ]+")
         logits = np.random.default_rng(0).normal(0, 3, size).astype(np.float32)
         for _ in range(20):
             guide.accept(int(guide.mask(logits).argmax()))
 
-    def test_is_the_same_for_every_thread(self, tiny: Any) -> None:
+    def test_is_the_same_for_every_thread(self, tiny):
         alone = list(tiny.outputs(walks=8, json_schema=SCHEMA))
         grammars = tiny.grammars()
 
@@ -85,7 +85,7 @@ class TestMask:
 
 
 class TestEnd:
-    def test_is_every_end_of_sequence_token_where_the_output_is_complete(self, byte_level: Any) -> None:
+    def test_is_every_end_of_sequence_token_where_the_output_is_complete(self, byte_level):
         guide = byte_level.start(byte_level.grammars(eos=(0, 1)), regex="ab?")
         first, second = byte_level.spell(b"a") + byte_level.spell(b"b")
         assert not byte_level.allowed(guide) & {0, 1}
@@ -97,7 +97,7 @@ class TestEnd:
         assert guide.finished
 
     @pytest.mark.parametrize("eos", [0, 1])
-    def test_comes_once(self, byte_level: Any, eos: int) -> None:
+    def test_comes_once(self, byte_level, eos):
         guide = byte_level.start(byte_level.grammars(eos=(0, 1)), regex="a+")
         guide.accept(*byte_level.spell(b"a"))
         guide.accept(eos)
@@ -106,11 +106,11 @@ class TestEnd:
         with pytest.raises(GrammarError, match="after its end"):
             guide.accept(0)
 
-    def test_is_needed(self, tiny: Any) -> None:
+    def test_is_needed(self, tiny):
         with pytest.raises(RequestError, match="end-of-sequence"):
             tiny.ask(tiny.grammars(eos=(10**6,)), regex="a")
 
-    def test_is_never_text_even_if_it_has_one(self, tiny: Any) -> None:
+    def test_is_never_text_even_if_it_has_one(self, tiny):
         (comma,) = tiny.spell(b",")
         guide = tiny.start(tiny.grammars(eos=(comma,)), regex="a?,?")
         guide.accept(comma)
@@ -120,7 +120,7 @@ class TestEnd:
 
 
 class TestSteps:
-    def test_refuse_a_token_outside_the_mask_and_stay(self, tiny: Any) -> None:
+    def test_refuse_a_token_outside_the_mask_and_stay(self, tiny):
         guide = tiny.start(regex="a+")
         before = tiny.allowed(guide)
         for token in (*tiny.spell(b"b"), 0, -1, tiny.size - 1, tiny.size, 10**9):
@@ -129,7 +129,7 @@ class TestSteps:
         assert tiny.allowed(guide) == before
         guide.accept(*tiny.spell(b"a"))
 
-    def test_end_with_an_error_where_no_token_spells_the_rest(self, words: Any) -> None:
+    def test_end_with_an_error_where_no_token_spells_the_rest(self, words):
         guide = words.start(regex="(a|ab)c|x")
         assert words.allowed(guide) == {1, 2, 4}
         guide.accept(1)

@@ -71,25 +71,25 @@ CHOICES = ("yes", "no", "not yet", "né 🎉", 'say "hi"\\\n', "北京")
 
 class TestOutputs:
     @pytest.mark.parametrize("regex", REGEXES)
-    def test_match_the_regex(self, vocabulary: Any, regex: str) -> None:
+    def test_match_the_regex(self, vocabulary, regex):
         assert all(re.fullmatch(regex, text) for text in vocabulary.outputs(regex=regex))
 
-    def test_are_all_of_the_choices_and_no_other(self, vocabulary: Any) -> None:
+    def test_are_all_of_the_choices_and_no_other(self, vocabulary):
         assert set(vocabulary.outputs(walks=60, choice=CHOICES)) == set(CHOICES)
 
     @pytest.mark.parametrize("schema", [PERSON, TREE], ids=["person", "tree"])
-    def test_are_json_of_the_schema(self, vocabulary: Any, schema: dict[str, Any]) -> None:
+    def test_are_json_of_the_schema(self, vocabulary, schema):
         validator = jsonschema.Draft202012Validator(schema)
         assert all(validator.is_valid(json.loads(text)) for text in vocabulary.outputs(json_schema=schema))
 
-    def test_of_a_schema_and_of_its_text_are_the_same(self, tiny: Any) -> None:
+    def test_of_a_schema_and_of_its_text_are_the_same(self, tiny):
         assert list(tiny.outputs(json_schema=PERSON)) == list(tiny.outputs(json_schema=json.dumps(PERSON)))
 
     @pytest.mark.parametrize("grammar", [ARITHMETIC_LARK, ARITHMETIC_GBNF], ids=["lark", "gbnf"])
-    def test_follow_the_grammar(self, vocabulary: Any, grammar: str) -> None:
+    def test_follow_the_grammar(self, vocabulary, grammar):
         assert all(is_arithmetic(text) for text in vocabulary.outputs(grammar=grammar))
 
-    def test_never_spell_a_property_in_a_second_way(self, tiny: Any) -> None:
+    def test_never_spell_a_property_in_a_second_way(self, tiny):
         """A name that is escaped would escape its own rule: {"a": 1, "\\u0061": "x"} is JSON of the wrong type."""
         schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
         guide = tiny.start(json_schema=schema)
@@ -122,7 +122,7 @@ def fill(form: Any, control: str) -> Any:
 
 
 @pytest.mark.parametrize(("form", "text"), CONTROLS, ids=range(len(CONTROLS)))
-def test_texts_of_special_tokens_are_made_of_ordinary_ones(vocabulary: Any, form: dict[str, Any], text: str):
+def test_texts_of_special_tokens_are_made_of_ordinary_ones(vocabulary, form, text):
     special = (token for token, spelling in enumerate(vocabulary.spellings) if spelling is None)
     for control in {vocabulary.tokenizer.spell(token).decode() for token in special}:
         guide, tokens, rest = vocabulary.start(**fill(form, control)), [], fill(text, control).encode()
@@ -140,6 +140,6 @@ def test_the_parser_refuses_what_breaks_the_grammar():
 
 
 @pytest.mark.parametrize("name", sorted(json_schema.ANNOTATIONS))
-def test_keywords_that_annotate_restrict_nothing(tiny: Any, name: str):
+def test_keywords_that_annotate_restrict_nothing(tiny, name):
     value = "https://json-schema.org/draft/2020-12/schema" if name == "$schema" else "x"
     assert tiny.reads(tiny.start(json_schema={name: value}), '{"any":["thing",1]}')

@@ -52,13 +52,13 @@ def spelt(character: str, random: Random) -> str:
 
 class TestClasses:
     @pytest.mark.parametrize("pattern", ['^[^"]{3}$', r"^[^\\]{3}$", "^[^ -~]{3}$", r"^[\x00-\x21]{3}$"])
-    def test_let_no_quote_through_that_they_leave_out(self, byte_level: Any, pattern: str) -> None:
+    def test_let_no_quote_through_that_they_leave_out(self, byte_level, pattern):
         texts = byte_level.outputs(walks=6, json_schema={"type": "string", "pattern": pattern})
         assert all(re.fullmatch(pattern, json.loads(text)) for text in texts)
 
     @pytest.mark.threat("schema-enforced")
     @pytest.mark.parametrize("seed", range(40))
-    def test_take_their_members_and_no_other(self, byte_level: Any, seed: int) -> None:
+    def test_take_their_members_and_no_other(self, byte_level, seed):
         written, holds = random_class(Random(seed))
         schema = {"type": "string", "pattern": f"^{written}$"}
         unwritten = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
@@ -72,7 +72,7 @@ class TestClasses:
             read = byte_level.reads(byte_level.start(json_schema=schema), json.dumps(character, ensure_ascii=False))
             assert read == (character in members), (written, character)
 
-    def test_are_read_as_ecma_262_reads_them(self, byte_level: Any) -> None:
+    def test_are_read_as_ecma_262_reads_them(self, byte_level):
         schema = {"type": "string", "pattern": r"^[[:alpha:]][a&&b~~c]\cJ[\b]\/(?<n>\u{1F389})$"}
         assert byte_level.reads(byte_level.start(json_schema=schema), r'":]&\n\b/🎉"')
         assert not byte_level.reads(byte_level.start(json_schema=schema), r'"x]&\n\b/🎉"')
@@ -81,7 +81,7 @@ class TestClasses:
 @pytest.mark.parametrize(
     "schema", [{"const": "a\x01b"}, {"enum": [["a\x7fb"]]}, {"type": "string", "pattern": "^a(\x01|b)$"}]
 )
-def test_control_characters_without_a_short_escape_are_refused(byte_level: Any, schema: dict[str, Any]):
+def test_control_characters_without_a_short_escape_are_refused(byte_level, schema):
     with pytest.raises(GrammarError, match="a control character that JSON writes as"):
         byte_level.ask(json_schema=schema)
 
@@ -98,7 +98,7 @@ REFUSED = [
 
 class TestRefusals:
     @pytest.mark.parametrize(("pattern", "message"), REFUSED)
-    def test_say_what_cannot_be_read(self, byte_level: Any, pattern: str, message: str) -> None:
+    def test_say_what_cannot_be_read(self, byte_level, pattern, message):
         with pytest.raises(GrammarError, match=f"a pattern at #/items that cannot be enforced: it .*{message}"):
             byte_level.ask(json_schema={"type": "array", "items": {"type": "string", "pattern": pattern}})
 
@@ -116,5 +116,5 @@ class TestRepetitions:
             ("a{,7}", 7),
         ],
     )
-    def test_multiply(self, regex: str, count: int) -> None:
+    def test_multiply(self, regex, count):
         assert repetitions(regex) == count

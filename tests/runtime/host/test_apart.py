@@ -27,7 +27,7 @@ def test_a_result_comes_back():
         ("sys:exit", [3], False, "SystemExit: 3"),
     ],
 )
-def test_what_becomes_of_the_process_is_told(function: str, arguments: list[Any], refused: bool, message: str):
+def test_what_becomes_of_the_process_is_told(function, arguments, refused, message):
     with pytest.raises(ApartError, match=message) as caught:
         call(function, *arguments)
     assert caught.value.refused is refused

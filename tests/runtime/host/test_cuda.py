@@ -2,6 +2,7 @@
 
 import enum
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -18,12 +19,12 @@ from doubles.cuda import array_at
 from doubles.geometries import uniform
 from doubles.null_cuda import environment
 
-from llmc.bundle import Manifest
 from llmc.errors import GpuError, LlmcError, ResourceError
 from llmc.runtime.host import cuda
 from llmc.runtime.host.cuda import COPIES, LEAST_COPIED, DeviceInfo, Driver, open_driver
 from llmc.runtime.kv.device_cache import DeviceCache
 
+TESTS = Path(__file__).parents[2]
 CUresult = enum.IntEnum(
     "CUresult",
     {
@@ -115,7 +116,7 @@ def driver(api: Api) -> Driver:
     return driver
 
 
-def test_opening_describes_the_gpu_and_takes_its_primary_context(api: Api):
+def test_opening_describes_the_gpu_and_takes_its_primary_context(api):
     driver = Driver(api)
     assert driver.device == DeviceInfo("NVIDIA Test", "8.7", 8_000_000_000, integrated=False, driver_version="13.0")
     assert api.calls[0] == ("cuInit", 0)
@@ -127,7 +128,7 @@ def test_opening_describes_the_gpu_and_takes_its_primary_context(api: Api):
     assert api.names().count("cuDevicePrimaryCtxRelease") == 1
 
 
-def test_each_thread_is_exempt_from_what_others_record_before_its_first_call(driver: Driver, api: Api):
+def test_each_thread_is_exempt_from_what_others_record_before_its_first_call(driver, api):
     threads = [threading.Thread(target=driver.synchronize, args=(21,)) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -139,15 +140,13 @@ def test_each_thread_is_exempt_from_what_others_record_before_its_first_call(dri
     assert api.names()[-2:] == ["cuStreamSynchronize"] * 2
 
 
-# ----------------------------------------------------------------------------------------------------------- bandwidth
-
 GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
     ("free", "size"), [(8 * GIB, GIB), (4 * GIB, GIB), (GIB, GIB // 4), (4 * LEAST_COPIED, LEAST_COPIED)]
 )
-def test_copy_bandwidth_counts_reads_and_writes_between_two_events(driver: Driver, api: Api, free: int, size: int):
+def test_copy_bandwidth_counts_reads_and_writes_between_two_events(driver, api, free, size):
     api.answers |= {"cuMemGetInfo": (free, 80 * GIB), "cuEventCreate": (41,), "cuEventElapsedTime": (8.0,)}
     assert driver.copy_bandwidth() == 2 * COPIES * size / 0.008
     events = [call for call in api.calls if call[0].startswith(("cuEvent", "cuMemcpy", "cuStreamSync"))]
@@ -161,7 +160,7 @@ def test_copy_bandwidth_counts_reads_and_writes_between_two_events(driver: Drive
     }
 
 
-def test_too_little_free_memory_tells_nothing_of_the_bandwidth(driver: Driver, api: Api):
+def test_too_little_free_memory_tells_nothing_of_the_bandwidth(driver, api):
     for free in (0, 4 * LEAST_COPIED - 4):
         api.answers["cuMemGetInfo"] = (free, GIB)
         with pytest.raises(ResourceError, match=rf"takes 268 MB of free GPU memory, {free // 10**6} MB are free"):
@@ -169,10 +168,7 @@ def test_too_little_free_memory_tells_nothing_of_the_bandwidth(driver: Driver, a
     assert "cuMemAlloc" not in api.names()
 
 
-# -------------------------------------------------------------------------------------------------------------- errors
-
-
-def test_too_little_memory_says_what_was_asked_and_what_is_free(driver: Driver, api: Api):
+def test_too_little_memory_says_what_was_asked_and_what_is_free(driver, api):
     api.codes["cuMemAlloc"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
     with pytest.raises(ResourceError, match="allocating 123 bytes of GPU memory failed: 3000 of 8000 MB are free"):
         driver.alloc(123)
@@ -181,7 +177,7 @@ def test_too_little_memory_says_what_was_asked_and_what_is_free(driver: Driver, 
         driver.alloc(123)
 
 
-def test_a_lost_context_is_remembered_and_nothing_else_is_tried(driver: Driver, api: Api):
+def test_a_lost_context_is_remembered_and_nothing_else_is_tried(driver, api):
     api.codes["cuStreamSynchronize"] = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
     with pytest.raises(GpuError, match=r"lost while waiting for the GPU \(CUDA_ERROR_ILLEGAL_ADDRESS, 700\)") as caught:
         driver.synchronize(21)
@@ -207,14 +203,14 @@ def test_a_lost_context_is_remembered_and_nothing_else_is_tried(driver: Driver, 
         ("cuDevicePrimaryCtxRetain", 46, "opening the GPU failed .*the GPU is in use"),
     ],
 )
-def test_a_gpu_that_cannot_be_opened_comes_with_what_to_do(api: Api, name: str, code: Any, match: str):
+def test_a_gpu_that_cannot_be_opened_comes_with_what_to_do(api, name, code, match):
     api.codes[name] = code
     with pytest.raises(GpuError, match=match) as caught:
         Driver(api)
     assert not caught.value.lost
 
 
-def test_a_driver_older_than_the_bindings_is_refused_with_both_remedies(api: Api):
+def test_a_driver_older_than_the_bindings_is_refused_with_both_remedies(api):
     api.answers["cuDriverGetVersion"] = (12060,)
     with pytest.raises(
         GpuError, match=r"supports CUDA 12\.6, .* need 13\.0 .* 'cuda-bindings<13', or update the driver"
@@ -230,16 +226,26 @@ def test_where_there_is_no_driver_opening_says_so():
         open_driver()
 
 
-# ------------------------------------------------------------------------------------------------------- a real driver
+BY_ITSELF = """
+import pickle, sys
+from pathlib import Path
+from doubles.modules import load_file
+from llmc.runtime.host.cuda import open_driver
+tests, manifest = load_file(Path(sys.argv[1])), pickle.load(sys.stdin.buffer)
+for test, given in ((tests.test_a_gpu_copies_records_and_clears, ()), (tests.test_a_gpu_keeps_a_cache, (manifest,))):
+    driver = open_driver()
+    test(driver, *given)
+    driver.close()
+"""
 
 
-def test_the_tests_of_a_real_driver_pass_with_the_real_bindings_without_a_device(null_cuda: Path):
+def test_the_tests_of_a_real_driver_pass_with_the_real_bindings_without_a_device(null_cuda, manifest):
     """On an integrated GPU, which is asked for more, of little memory, so that copies are quick."""
     pytest.importorskip("cuda.bindings.driver")
-    tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", __file__]
-    settings = environment(null_cuda, NULL_CUDA_INTEGRATED="1", NULL_CUDA_MEMORY_MB="300")
-    child = subprocess.run(tests, env=settings, capture_output=True, text=True, timeout=120, check=False)
-    assert "2 passed, " in child.stdout, child.stdout[-3000:]
+    settings = environment(null_cuda, TESTS, NULL_CUDA_INTEGRATED="1", NULL_CUDA_MEMORY_MB="300")
+    command = [sys.executable, "-c", BY_ITSELF, __file__]
+    child = subprocess.run(command, input=pickle.dumps(manifest), env=settings, capture_output=True, timeout=120)
+    assert child.returncode == 0, child.stderr.decode()[-3000:]
 
 
 @pytest.fixture
@@ -254,7 +260,7 @@ def gpu() -> Iterator[cuda.Driver]:
 
 
 @pytest.mark.gpu
-def test_a_gpu_copies_records_and_clears(gpu: cuda.Driver):
+def test_a_gpu_copies_records_and_clears(gpu):
     stream, host, device = gpu.stream(), gpu.alloc_host(64), gpu.alloc(64)
     values = array_at(host, (16,), np.int32)
     values[:] = range(16)
@@ -289,7 +295,7 @@ def test_a_gpu_copies_records_and_clears(gpu: cuda.Driver):
 
 
 @pytest.mark.gpu
-def test_a_gpu_keeps_a_cache(gpu: cuda.Driver, manifest: Manifest):
+def test_a_gpu_keeps_a_cache(gpu, manifest):
     stream = gpu.stream()
     geometry = uniform("llama", 2, 64, 128, 4, 2, 16, 320, 512, True, (0, 0))
     limits = replace(manifest.limits, max_batch=3)

@@ -37,7 +37,7 @@ def filled(root: Path, key: str, size: int, age: float, kind: str = "kind") -> P
     return aged(folder, age)
 
 
-def test_the_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_folder_comes_from_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     monkeypatch.setenv("HOME", "/home/me")
     assert disk_cache.cache_root() == tmp_path / "root"
@@ -47,7 +47,7 @@ def test_the_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, 
     assert disk_cache.cache_root() == Path("/home/me/.cache/llmc")
 
 
-def test_a_file_appears_when_it_is_whole_and_an_error_leaves_nothing(root: Path):
+def test_a_file_appears_when_it_is_whole_and_an_error_leaves_nothing(root):
     file = root / "state.npz"
     root.mkdir()
     with pytest.raises(OSError, match="No space left"), disk_cache.write_entry(file) as staging:
@@ -60,7 +60,7 @@ def test_a_file_appears_when_it_is_whole_and_an_error_leaves_nothing(root: Path)
     assert (file.read_text(), list(root.iterdir())) == ("all", [file])
 
 
-def test_pruning_removes_the_least_recently_used_until_the_rest_fits(root: Path):
+def test_pruning_removes_the_least_recently_used_until_the_rest_fits(root):
     old, older, oldest = (filled(root, str(age), 100, age * LONG_AGO) for age in (1, 2, 3))
     disk_cache.prune("kind", 2 * (100 + disk_cache.ENTRY_BYTES))
     assert (old.exists(), older.exists(), oldest.exists()) == (True, True, False)
@@ -69,10 +69,7 @@ def test_pruning_removes_the_least_recently_used_until_the_rest_fits(root: Path)
     assert not older.exists()
 
 
-# --------------------------------------------------------------------------------------------- what is held and written
-
-
-def test_what_another_process_holds_stays_until_it_ends(root: Path):
+def test_what_another_process_holds_stays_until_it_ends(root):
     held, other = (filled(root, key, 100, LONG_AGO) for key in ("held", "other"))
     code = f"import sys; from llmc.runtime.host.disk_cache import Hold, Path; hold = Hold(Path({str(held)!r}));"
     command = [sys.executable, "-c", code + "print(flush=True); sys.stdin.read()"]
@@ -98,7 +95,7 @@ with disk_cache.write_entry(entry / "state.npz") as staging:
 """
 
 
-def test_what_a_killed_process_wrote_is_cleared(root: Path):
+def test_what_a_killed_process_wrote_is_cleared(root):
     assert subprocess.run([sys.executable, "-c", KILLED]).returncode == -signal.SIGKILL
     entry = root / "calibration" / "key"
     [left] = (path for path in entry.iterdir() if path.name.startswith(disk_cache.STAGING))
@@ -110,12 +107,7 @@ def test_what_a_killed_process_wrote_is_cleared(root: Path):
     assert [path.name for path in entry.iterdir()] == ["head.npz"]
 
 
-# ----------------------------------------------------------------------------------------------------------- without it
-
-
-def test_without_a_writable_folder_entries_are_temporary_and_one_warning_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_without_a_writable_folder_entries_are_temporary_and_one_warning_says_so(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").touch()
     monkeypatch.setenv("LLMC_CACHE", str(tmp_path / "file" / "below"))
     entry = disk_cache.entry("kind", "key")

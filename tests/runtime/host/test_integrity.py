@@ -51,9 +51,7 @@ def looked_at(folder: Path, listed: Manifest, monkeypatch: pytest.MonkeyPatch) -
     return seen
 
 
-def test_a_machine_looks_once_and_again_where_a_file_changed(
-    folder: Path, listed: Manifest, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_machine_looks_once_and_again_where_a_file_changed(folder, listed, monkeypatch):
     first = looked_at(folder, listed, monkeypatch)
     assert len(first) == 10
     assert looked_at(folder, listed, monkeypatch) == []
@@ -63,14 +61,14 @@ def test_a_machine_looks_once_and_again_where_a_file_changed(
     assert looked_at(folder, listed, monkeypatch) == first
 
 
-def test_another_machine_looks_elsewhere(folder: Path, listed: Manifest, monkeypatch: pytest.MonkeyPatch):
+def test_another_machine_looks_elsewhere(folder, listed, monkeypatch):
     first = looked_at(folder, listed, monkeypatch)
     monkeypatch.setattr(integrity.socket, "gethostname", lambda: "another")
     monkeypatch.setenv("LLMC_CACHE", str(folder.parent / "other"))
     assert looked_at(folder, listed, monkeypatch) != first
 
 
-def test_damage_is_found_whenever_all_is_read_and_not_remembered_as_sound(folder: Path, listed: Manifest):
+def test_damage_is_found_whenever_all_is_read_and_not_remembered_as_sound(folder, listed):
     damaged = bytearray((folder / "weights.bin").read_bytes())
     damaged[-1] ^= 1
     check_files(folder, listed, True)
@@ -81,7 +79,7 @@ def test_damage_is_found_whenever_all_is_read_and_not_remembered_as_sound(folder
             check_files(folder, listed, True)
 
 
-def test_a_check_that_failed_is_made_again(folder: Path):
+def test_a_check_that_failed_is_made_again(folder):
     outcomes = iter([BundleError("no"), None])
     calls = []
 

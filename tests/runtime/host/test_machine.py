@@ -31,9 +31,6 @@ def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-# --------------------------------------------------------------------------------------------------------- processors
-
-
 @pytest.mark.usefixtures("four_processors")
 @pytest.mark.parametrize(
     ("quota", "threads"),
@@ -46,12 +43,9 @@ def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("", 4),
     ],
 )
-def test_threads_are_the_affinity_mask_cut_by_the_quota(cgroup: Path, quota: str, threads: int):
+def test_threads_are_the_affinity_mask_cut_by_the_quota(cgroup, quota, threads):
     (cgroup / "cpu.max").write_text(quota + "\n")
     assert usable_threads() == threads
-
-
-# ------------------------------------------------------------------------------------------------------------- memory
 
 
 @pytest.fixture
@@ -67,14 +61,14 @@ def write_memory(cgroup: Path, limit: str, current: int, statistics: str = "") -
 
 
 @pytest.mark.usefixtures("free")
-def test_the_cgroup_limits_memory_and_pages_of_files_count_as_free(cgroup: Path):
+def test_the_cgroup_limits_memory_and_pages_of_files_count_as_free(cgroup):
     write_memory(cgroup, str(500 * MB), 300 * MB, f"anon 5\nfile {100 * MB}\ninactive_file {40 * MB}\nslab 7\n")
     assert available_memory() == 240 * MB
 
 
 @pytest.mark.usefixtures("free")
 @pytest.mark.parametrize("limit", ["max", "", str(9000 * MB)])
-def test_without_a_tighter_limit_the_machine_decides(cgroup: Path, limit: str):
+def test_without_a_tighter_limit_the_machine_decides(cgroup, limit):
     write_memory(cgroup, limit, 300 * MB)
     assert available_memory() == 1000 * MB
 
@@ -89,9 +83,7 @@ def test_without_a_tighter_limit_the_machine_decides(cgroup: Path, limit: str):
         ("aarch64", "fp asimd", False),
     ],
 )
-def test_x86_without_vnni_saturates(
-    cpuinfo: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, flags: str, expected: bool
-):
+def test_x86_without_vnni_saturates(cpuinfo, monkeypatch, architecture, flags, expected):
     cpuinfo.write_text(f"processor\t: 0\nmodel name\t: A processor\nflags\t\t: {flags}\n\nprocessor\t: 1\n")
     monkeypatch.setattr("platform.machine", lambda: architecture)
     assert saturates() == expected

@@ -26,7 +26,7 @@ def python(code: str) -> list[str]:
 HANG = python("import time; print('{}', flush=True); time.sleep(600)")
 
 
-def test_a_driver_that_crashes_is_a_finding(monkeypatch: pytest.MonkeyPatch):
+def test_a_driver_that_crashes_is_a_finding(monkeypatch):
     crash = python("import os, signal; print('{', flush=True); os.kill(os.getpid(), signal.SIGSEGV)")
     monkeypatch.setattr(probe, "command", lambda function: crash)
     assert probe_driver(PATIENCE_S) == Driver("crashed", "ended by SIGSEGV")
@@ -39,7 +39,7 @@ def test_a_hang_is_a_finding_and_ends():
     assert found["driver"] == {"state": "hung", "problem": "no answer within 0.5 s"}
 
 
-def test_who_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch):
+def test_who_is_interrupted_leaves_no_process_behind(monkeypatch):
     started: list[subprocess.Popen[bytes]] = []
 
     def interrupted(step: Any, *limits: float) -> None:

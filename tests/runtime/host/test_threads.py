@@ -40,7 +40,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.threat("no-threads")
-def test_a_thread_that_cannot_start_is_an_error_and_leaves_nothing(alone: None, limit: Limit):
+def test_a_thread_that_cannot_start_is_an_error_and_leaves_nothing(alone, limit):
     with pytest.raises(ResourceError, match="the thread llmc-x cannot be started"):
         threads.start(lambda: None, "llmc-x")
     assert threads._running == {}
@@ -49,7 +49,7 @@ def test_a_thread_that_cannot_start_is_an_error_and_leaves_nothing(alone: None, 
     assert threads._running == {}
 
 
-def test_all_threads_are_told_to_end_before_any_is_waited_for(alone: None):
+def test_all_threads_are_told_to_end_before_any_is_waited_for(alone):
     told = [threading.Event() for _ in range(3)]
 
     def wait_for_all() -> None:
@@ -63,7 +63,7 @@ def test_all_threads_are_told_to_end_before_any_is_waited_for(alone: None):
         threads.start(lambda: None, "llmc-x")
 
 
-def test_what_keeps_a_thread_busy_is_interrupted_after_a_while(alone: None, monkeypatch: pytest.MonkeyPatch):
+def test_what_keeps_a_thread_busy_is_interrupted_after_a_while(alone, monkeypatch):
     class Owner:
         """Of something that takes long."""
 

@@ -2,8 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 from doubles.plans import PLAN as PLAN_OF_ENGINE
@@ -55,9 +54,6 @@ def available(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr("llmc.runtime.kv.budget.available_memory", lambda: size)
 
 
-# ------------------------------------------------------------------------------------------------------------ the plan
-
-
 def run(context: int, batch: int = 1) -> MemoryEstimate:
     return plan_run(PLAN, LIMITS, context, batch)
 
@@ -76,7 +72,7 @@ def test_the_parts_follow_the_formula():
     assert plan_run(PLAN, LIMITS).context == 8192
 
 
-def test_a_refusal_names_every_number_and_what_would_fit(tmp_path: Path):
+def test_a_refusal_names_every_number_and_what_would_fit(tmp_path):
     # Needed: 217 + 22,000 x 1024 = 239.528 MB; in 230 MB there is room for 590 tokens x 2, and 1,024 x 1 (228.288 MB).
     with pytest.raises(ResourceError) as refused:
         run(1024, 2).check(tmp_path, 230 * MB)
@@ -90,7 +86,7 @@ def test_a_refusal_names_every_number_and_what_would_fit(tmp_path: Path):
 @given(
     context=st.integers(1, LIMITS.max_context), batch=st.integers(1, LIMITS.max_batch), spare=st.integers(0, 500 * MB)
 )
-def test_the_largest_context_and_batch_fit_and_the_next_do_not(context: int, batch: int, spare: int):
+def test_the_largest_context_and_batch_fit_and_the_next_do_not(context, batch, spare):
     available = 200 * MB + spare
     verdict = run(context, batch).verdict(available)
     for n, limit, plan in (
@@ -102,9 +98,7 @@ def test_the_largest_context_and_batch_fit_and_the_next_do_not(context: int, bat
     assert verdict.fits == (run(context, batch).total <= available)
 
 
-def test_loading_needs_the_first_step_only_unless_memory_is_promised(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, manifest: Manifest
-):
+def test_loading_needs_the_first_step_only_unless_memory_is_promised(monkeypatch, tmp_path, manifest):
     big = replace(manifest, memory=PLAN, limits=LIMITS)
     monkeypatch.setattr("llmc.runtime.kv.budget.resident_bytes", lambda: (0, 0))
     available(monkeypatch, run(256).total)
@@ -121,12 +115,7 @@ def test_loading_needs_the_first_step_only_unless_memory_is_promised(
     ("saturates", "unsigned", "missing"), [(True, False, "10 MB are missing"), (False, False, None), (True, True, None)]
 )
 def test_weights_that_become_uint8_while_they_are_opened_need_their_room(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    manifest: Manifest,
-    saturates: bool,
-    unsigned: bool,
-    missing: str | None,
+    monkeypatch, tmp_path, manifest, saturates, unsigned, missing
 ):
     manifest = replace(manifest, target=replace(manifest.target, unsigned=unsigned))
     graph = replace(manifest.graphs["prefill"], weight_bytes=100 * MB)
@@ -140,7 +129,7 @@ def test_weights_that_become_uint8_while_they_are_opened_need_their_room(
         check_load(tmp_path, big, 256, memory=opening - 10 * MB)
 
 
-def test_what_this_process_holds_already_is_not_asked_for_twice(monkeypatch: pytest.MonkeyPatch):
+def test_what_this_process_holds_already_is_not_asked_for_twice(monkeypatch):
     available(monkeypatch, 100 * MB)
     monkeypatch.setattr("llmc.runtime.kv.budget.resident_bytes", lambda: (40 * MB, 50 * MB))
     assert usable_memory(60 * MB) == 140 * MB
@@ -148,7 +137,7 @@ def test_what_this_process_holds_already_is_not_asked_for_twice(monkeypatch: pyt
     assert usable_memory(60 * MB, memory=1 * MB) == 1 * MB
 
 
-def test_growth_counts_only_what_is_new(monkeypatch: pytest.MonkeyPatch, manifest: Manifest):
+def test_growth_counts_only_what_is_new(monkeypatch, manifest):
     planned = replace(manifest, memory=PLAN)
     available(monkeypatch, 12 * MB)
     check_growth(planned, (1, 1000), (1, 2000))
@@ -173,7 +162,7 @@ def on_gpu(manifest: Manifest) -> Manifest:
     return replace(manifest, memory=memory, engine=ENGINE, device=ON_GPU)
 
 
-def test_a_cache_on_a_gpu_is_held_against_the_gpus_memory(monkeypatch: pytest.MonkeyPatch, on_gpu: Manifest):
+def test_a_cache_on_a_gpu_is_held_against_the_gpus_memory(monkeypatch, on_gpu):
     available(monkeypatch, 3 * MB)  # of the process: logits
     needed = ON_GPU.total(4096, 2)
     check_growth(on_gpu, (1, 4096), (2, 4096), needed)
@@ -189,9 +178,7 @@ def test_a_cache_on_a_gpu_is_held_against_the_gpus_memory(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("process", "gpu", "lacking"), [(0, 0, ""), (-1, 0, "MB are"), (0, -1, "MB of the GPU's memory")]
 )
-def test_a_budget_holds_both_memories_and_names_the_one_that_lacks(
-    on_gpu: Manifest, process: int, gpu: int, lacking: str
-):
+def test_a_budget_holds_both_memories_and_names_the_one_that_lacks(on_gpu, process, gpu, lacking):
     others = 7 * MB
     memory, device = on_gpu.memory.total(256, 2) + others + process, ON_GPU.total(4096, 2) + gpu
     budget = CacheBudget(on_gpu, memory, others, device)
@@ -200,9 +187,6 @@ def test_a_budget_holds_both_memories_and_names_the_one_that_lacks(
     if lacking:
         assert f"{(device if gpu else memory) // MB} MB may be taken" in str(budget.refusal(256, 2))
         assert lacking in str(budget.refusal(256, 2))
-
-
-# ------------------------------------------------------------------------------------------------------------ loading
 
 
 @pytest.mark.parametrize(
@@ -218,16 +202,14 @@ def test_a_budget_holds_both_memories_and_names_the_one_that_lacks(
     ],
 )
 @pytest.mark.usefixtures("unopened")
-def test_an_argument_out_of_range_is_refused(tiny_bundle: Path, arguments: dict[str, Any], expected: str):
+def test_an_argument_out_of_range_is_refused(tiny_bundle, arguments, expected):
     with pytest.raises(UsageError) as refused:
         load(tiny_bundle, **arguments)
     assert expected in str(refused.value)
 
 
 @pytest.mark.usefixtures("unopened")
-def test_not_enough_memory_is_refused_before_the_engine_opens_anything(
-    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_not_enough_memory_is_refused_before_the_engine_opens_anything(tiny_bundle, monkeypatch):
     available(monkeypatch, 1 * MB)
     monkeypatch.setattr("llmc.runtime.kv.budget.resident_bytes", lambda: (0, 0))
     with pytest.raises(ResourceError, match=r"to run it needs .* 1 MB are available, .* MB are missing; no context"):
@@ -237,9 +219,7 @@ def test_not_enough_memory_is_refused_before_the_engine_opens_anything(
         load(tiny_bundle, max_context=100, memory=2 * MB)
 
 
-def test_a_given_memory_lowers_a_context_that_nobody_asked_for_and_says_so(
-    tiny_bundle: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_given_memory_lowers_a_context_that_nobody_asked_for_and_says_so(tiny_bundle, caplog):
     memory = plan_load(read_bundle(tiny_bundle), 256).total
     with load(tiny_bundle, memory=memory, threads=1) as model:
         assert model.engine.max_context == 256

@@ -26,18 +26,18 @@ def written(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "float16"])
-def test_a_block_comes_back_bit_for_bit(tmp_path: Path, dtype: str):
+def test_a_block_comes_back_bit_for_bit(tmp_path, dtype):
     write_block(tmp_path / "block.kv", ROOT, CHAIN, values(dtype))
     found = read_block(tmp_path / "block.kv", ROOT, CHAIN, PLENTY)
     assert found is not None and found.dtype == np.dtype(dtype)
     np.testing.assert_array_equal(found, values(dtype))
 
 
-def test_a_block_that_is_too_large_is_not_read(written: Path):
+def test_a_block_that_is_too_large_is_not_read(written):
     assert read_block(written, ROOT, CHAIN, values().nbytes - 1) is None
 
 
-def test_a_block_of_another_model_or_chain_is_refused(written: Path):
+def test_a_block_of_another_model_or_chain_is_refused(written):
     for root, chain in ((root_hash("another"), CHAIN), (ROOT, ROOT)):
         with pytest.raises(UnreadableError, match="digest"):
             read_block(written, root, chain, PLENTY)
@@ -59,11 +59,11 @@ def survives_flips(path: Path, refused: type[Exception] = UnreadableError) -> se
     return wrong
 
 
-def test_no_flipped_bit_changes_a_block_unnoticed(written: Path):
+def test_no_flipped_bit_changes_a_block_unnoticed(written):
     assert survives_flips(written) == set()
 
 
-def test_flipped_bits_would_be_found_without_the_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_flipped_bits_would_be_found_without_the_digests(tmp_path, monkeypatch):
     monkeypatch.setattr(cache_file, "_digest", lambda *parts: bytes(16))
     write_block(tmp_path / "block.kv", ROOT, CHAIN, values())
     assert len(survives_flips(tmp_path / "block.kv", Exception)) > values().nbytes // 2

@@ -59,7 +59,7 @@ def size(cache: DeviceCache) -> int:
 
 
 @pytest.mark.parametrize(("kind", "itemsize"), [("int8", 1), ("float16", 2), ("float32", 4)])
-def test_what_is_written_is_read_in_the_type_of_the_cache(made: Made, kind: str, itemsize: int):
+def test_what_is_written_is_read_in_the_type_of_the_cache(made, kind, itemsize):
     cache = made(kind=kind)
     cache.reserve(2, 8)
     given = values(5).astype(cache.dtype)
@@ -70,7 +70,7 @@ def test_what_is_written_is_read_in_the_type_of_the_cache(made: Made, kind: str,
     assert size(cache) == 2 * HEADS * 8 * WIDTH * itemsize * TENSORS
 
 
-def test_growth_keeps_what_was_written(cache: DeviceCache):
+def test_growth_keeps_what_was_written(cache):
     given = [values(count) for count in (32, 7, 20)]
     for row, content in enumerate(given):
         write(cache, row, 0, content)
@@ -82,7 +82,7 @@ def test_growth_keeps_what_was_written(cache: DeviceCache):
     assert (cache.rows, cache.capacity, size(cache)) == (0, 0, 0)
 
 
-def test_too_little_memory_changes_nothing(driver: FakeDriver, made: Made):
+def test_too_little_memory_changes_nothing(driver, made):
     cache = made()
     cache.reserve(3, 32)
     given = values(32)
@@ -98,13 +98,10 @@ def test_too_little_memory_changes_nothing(driver: FakeDriver, made: Made):
     assert np.array_equal(read(cache, 1, 0, 32), given)
 
 
-# ----------------------------------------------------------------------------------------------------- two buffers
-
-
 LAYERS = ((2, 16), (1, 10), (4, 8))
 
 
-def test_each_layer_has_its_own_shape(made: Made, monkeypatch: pytest.MonkeyPatch):
+def test_each_layer_has_its_own_shape(made, monkeypatch):
     caches = tuple(Cache(str(i), "kv", shape, 0) for i, shape in enumerate(LAYERS))
     cache = made(geometry=replace(GEOMETRY, caches=caches))
     position = sum(2 * heads * width for heads, width in LAYERS)
@@ -128,7 +125,7 @@ def test_each_layer_has_its_own_shape(made: Made, monkeypatch: pytest.MonkeyPatc
     cache.close()
 
 
-def test_states_are_refused(made: Made):
+def test_states_are_refused(made):
     caches = (Cache("0", "kv", (2, 16), 0), Cache("1", "state", (4, 8), 0))
     with pytest.raises(
         BundleError, match=r"keep states \(past_state.1\), which .* on CPUs alone; build it for the cpu"

@@ -21,5 +21,5 @@ from llmc.runtime.kv.budget import next_capacity
         (1025, 1030, 1030),
     ],
 )
-def test_capacity_is_the_next_step_or_the_maximum(needed: int, maximum: int, capacity: int):
+def test_capacity_is_the_next_step_or_the_maximum(needed, maximum, capacity):
     assert next_capacity(needed, maximum) == capacity

@@ -52,11 +52,8 @@ def numbers(count: int, kind: str = "float32") -> np.ndarray:
     return np.random.default_rng(count).integers(1, 100, count).astype(kind)
 
 
-# ------------------------------------------------------------------------------------------------------------ contents
-
-
 @pytest.mark.parametrize("kind", ["float32", "float16", "int8"])
-def test_what_is_written_is_read_and_lies_tensor_after_tensor(made: Made, kind: str):
+def test_what_is_written_is_read_and_lies_tensor_after_tensor(made, kind):
     cache = made(kind=kind)
     given = numbers(5 * POSITION, kind)
     cache.write(1, 3, 8, given)
@@ -68,7 +65,7 @@ def test_what_is_written_is_read_and_lies_tensor_after_tensor(made: Made, kind: 
     assert tuple(cache._written) == (0, 8, 0)
 
 
-def test_a_lent_cache_shows_some_layers_of_another_and_lets_it_move(made: Made, manifest: Manifest):
+def test_a_lent_cache_shows_some_layers_of_another_and_lets_it_move(made, manifest):
     caches, told = tuple(replace(cache, lent=True) for cache in RAGGED[1:]), list[int]()
     cache = made()
     cache.on_move.append(lambda: told.append(0))
@@ -85,7 +82,7 @@ def test_a_lent_cache_shows_some_layers_of_another_and_lets_it_move(made: Made, 
     assert not any(it.bytes(32, 4) or it.outputs for it in caches)
 
 
-def test_a_copied_range_reaches_its_row_and_no_other(made: Made):
+def test_a_copied_range_reaches_its_row_and_no_other(made):
     cache = made()
     for row in range(3):
         cache.write(row, 0, 32, numbers(32 * POSITION) + 100 * row)
@@ -97,10 +94,7 @@ def test_a_copied_range_reaches_its_row_and_no_other(made: Made):
     assert np.array_equal(before, after)
 
 
-# -------------------------------------------------------------------------------------------------------------- growth
-
-
-def test_growth_keeps_what_was_written_copied_and_computed(made: Made):
+def test_growth_keeps_what_was_written_copied_and_computed(made):
     cache = made()
     cache.write(0, 0, 9, numbers(9 * POSITION))
     cache.copy(0, 1, 2, 9)
@@ -115,7 +109,7 @@ def test_growth_keeps_what_was_written_copied_and_computed(made: Made):
     assert (cache.rows, cache.capacity, cache.arrays) == (0, 0, ())
 
 
-def test_growth_that_memory_does_not_allow_is_refused_and_the_cache_stays(made: Made, monkeypatch: pytest.MonkeyPatch):
+def test_growth_that_memory_does_not_allow_is_refused_and_the_cache_stays(made, monkeypatch):
     cache = made()
     with monkeypatch.context() as patch:
         patch.setattr("llmc.runtime.kv.budget.available_memory", lambda: 100)
@@ -151,7 +145,7 @@ def test_growth_that_memory_does_not_allow_is_refused_and_the_cache_stays(made: 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_positions_that_were_never_written_take_no_memory_and_others_give_it_back(made: Made):
+def test_positions_that_were_never_written_take_no_memory_and_others_give_it_back(made):
     capacity, width = 8192, 4 * 128
     cache = made((Cache("0", "kv", (4, 128), 0),), limits=replace(LIMITS, max_context=capacity))
     whole = 3 * 2 * capacity * width * 4  # 101 MB
@@ -177,10 +171,7 @@ def resident() -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem")))
 
 
-# -------------------------------------------------------------------------------------------------------------- pages
-
-
-def test_samples_share_the_pages_of_a_prompt_and_give_memory_back(made: Made):
+def test_samples_share_the_pages_of_a_prompt_and_give_memory_back(made):
     cache = made((Cache("0", "kv", (2, 64), 0), Cache("1", "kv", (1, 64), 0)), limits=replace(LIMITS, max_batch=9))
     if cache._pages is None:
         pytest.skip("it shares none")
@@ -204,7 +195,7 @@ def test_samples_share_the_pages_of_a_prompt_and_give_memory_back(made: Made):
     assert taken(cache) == 0
 
 
-def test_tensors_of_other_widths_are_of_one_length_at_a_capacity_that_fills_no_page(made: Made):
+def test_tensors_of_other_widths_are_of_one_length_at_a_capacity_that_fills_no_page(made):
     cache = made((Cache("0", "kv", (2, 32), 0), Cache("1", "kv", (1, 64), 0)), limits=replace(LIMITS, max_context=1001))
     cache.reserve(3, 1001)
     assert len({array.shape[2] for array in cache.arrays}) == 1
@@ -212,7 +203,7 @@ def test_tensors_of_other_widths_are_of_one_length_at_a_capacity_that_fills_no_p
     assert seen(cache, 0, 1001) == [[7] * 1001] * 4
 
 
-def test_what_only_a_row_that_ended_had_is_given_back_while_others_hold_its_common_pages(made: Made):
+def test_what_only_a_row_that_ended_had_is_given_back_while_others_hold_its_common_pages(made):
     cache = made((Cache("0", "kv", (2, 64), 0), Cache("1", "kv", (1, 64), 0)))
     if cache._pages is None:
         pytest.skip("it shares none")
@@ -231,9 +222,6 @@ def taken(cache: HostCache) -> int:
     """Bytes of the pages that rows have in all."""
     assert cache._pages is not None
     return os.fstat(cache._pages._file).st_blocks * 512
-
-
-# -------------------------------------------------------------------------------------------------------------- states
 
 
 def feed(cache: HostCache, row: int, past: int, tokens: Sequence[int]) -> None:
@@ -261,7 +249,7 @@ def holds(cache: HostCache, row: int, tokens: Sequence[int]) -> bool:
     return np.array_equal(np.concatenate(found), after(tokens))
 
 
-def test_states_have_no_positions_and_the_cache_says_that_it_cannot_go_back(made: Made):
+def test_states_have_no_positions_and_the_cache_says_that_it_cannot_go_back(made):
     cache = made(MIXED)
     assert not cache.can_rewind
     assert [tensor.past for tensor in cache.tensors[2:]] == ["past_state.1", "past_state.2"]
@@ -276,7 +264,7 @@ def test_states_have_no_positions_and_the_cache_says_that_it_cannot_go_back(made
     assert holds(cache, 0, [5, 6, 7, 8])
 
 
-def test_a_row_that_begins_anew_gets_an_empty_state_and_its_neighbour_keeps_its_own(made: Made):
+def test_a_row_that_begins_anew_gets_an_empty_state_and_its_neighbour_keeps_its_own(made):
     cache = made(MIXED)
     feed(cache, 0, 0, [5, 6])
     feed(cache, 1, 0, [9, 9, 9])
@@ -285,7 +273,7 @@ def test_a_row_that_begins_anew_gets_an_empty_state_and_its_neighbour_keeps_its_
     assert holds(cache, 1, [9, 9, 9])
 
 
-def test_states_go_where_a_row_is_copied_saved_or_grown(made: Made):
+def test_states_go_where_a_row_is_copied_saved_or_grown(made):
     cache = made(MIXED)
     feed(cache, 0, 0, [5, 6, 7])
     cache.copy(0, 1, 0, 3)
@@ -310,7 +298,7 @@ class Held:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_rows_of_states_come_go_fork_and_change_places(made: Made, seed: int):
+def test_rows_of_states_come_go_fork_and_change_places(made, seed):
     cache, chance = made(MIXED), random.Random(seed)
     cache.reserve(6, 32)
     rows, feeding, decoding = Rows(cache), [], []
@@ -349,8 +337,6 @@ def test_rows_of_states_come_go_fork_and_change_places(made: Made, seed: int):
         assert all(holds(cache, held.row, held.tokens) for held in feeding + decoding if held.tokens)
 
 
-# ------------------------------------------------------------------------------------------------------------- windows
-
 # A page holds 32 positions of one head, so that pages are given back that lie within a head.
 WINDOWED = (Cache("0", "kv", (1, 32), 0), Cache("1", "kv", (2, 32), 8))
 needs_pages = pytest.mark.skipif(not module.LETS_GO, reason="pages that are given back keep what they hold here")
@@ -370,7 +356,7 @@ def seen(cache: HostCache, row: int, end: int) -> list[list[int]]:
 
 
 @needs_pages
-def test_memory_that_windows_have_passed_is_given_back_and_what_they_see_stays(made: Made):
+def test_memory_that_windows_have_passed_is_given_back_and_what_they_see_stays(made):
     cache, text = made(WINDOWED), list(range(1, 513))
     cache.reserve(3, 1024)
     fill(cache, 0, text)
@@ -395,7 +381,7 @@ def test_memory_that_windows_have_passed_is_given_back_and_what_they_see_stays(m
 
 
 @needs_pages
-def test_what_was_let_go_of_is_refused(made: Made):
+def test_what_was_let_go_of_is_refused(made):
     cache = made(WINDOWED)
     cache.reserve(3, 1024)
     fill(cache, 0, [7] * 512)
@@ -411,7 +397,7 @@ def test_what_was_let_go_of_is_refused(made: Made):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="rows share pages on Linux")
-def test_caches_of_a_process_share_its_mappings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_caches_of_a_process_share_its_mappings(monkeypatch, tmp_path):
     monkeypatch.setattr(pages, "_LIVING", WeakSet())
     monkeypatch.setattr(pages, "MAX_MAPPINGS", some := tmp_path / "some")
     some.write_text(str(20 * pages.PART_OF_MAPPINGS), encoding="ascii")

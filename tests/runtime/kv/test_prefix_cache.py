@@ -180,7 +180,7 @@ class GivesTheWrongBlock(PrefixCache):
 
 
 @pytest.mark.parametrize("broken", [EvictsWhatIsUsed, IgnoresPins, GivesTheWrongBlock])
-def test_the_dict_of_all_prefixes_finds_a_planted_error(broken: type[PrefixCache]):
+def test_the_dict_of_all_prefixes_finds_a_planted_error(broken):
     class Planted(AgainstBruteForce):
         kind = broken
 

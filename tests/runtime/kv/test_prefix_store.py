@@ -110,7 +110,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_a_restarted_process_finds_the_prefix(opened: Opened, folder: Path, dtype: str):
+def test_a_restarted_process_finds_the_prefix(opened, folder, dtype):
     cache, store = opened()
     writer(cache)(PROMPT, dtype)
     store.close()
@@ -121,7 +121,7 @@ def test_a_restarted_process_finds_the_prefix(opened: Opened, folder: Path, dtyp
     assert found(cache, PROMPT, dtype) == WHOLE  # the second time from memory
 
 
-def test_what_memory_evicted_comes_back_from_disk(opened: Opened):
+def test_what_memory_evicted_comes_back_from_disk(opened):
     cache, store = opened(memory=4 * BLOCK_BYTES)
     writer(cache)(PROMPT)
     flush(store)
@@ -131,12 +131,12 @@ def test_what_memory_evicted_comes_back_from_disk(opened: Opened):
 
 
 @pytest.mark.threat("prefix-privacy")
-def test_only_the_owner_may_read_the_files(opened: Opened, folder: Path):
+def test_only_the_owner_may_read_the_files(opened, folder):
     keep(opened, PROMPT)
     assert {path.stat().st_mode & 0o777 for path in files(folder)} == {0o600}
 
 
-def test_a_file_cut_anywhere_is_ignored_and_removed(opened: Opened, folder: Path, caplog: pytest.LogCaptureFixture):
+def test_a_file_cut_anywhere_is_ignored_and_removed(opened, folder, caplog):
     keep(opened, ONE)
     (path,) = files(folder)
     content = path.read_bytes()
@@ -152,7 +152,7 @@ def test_a_file_cut_anywhere_is_ignored_and_removed(opened: Opened, folder: Path
         assert not path.exists()
 
 
-def test_a_file_under_another_name_is_not_believed(opened: Opened, folder: Path):
+def test_a_file_under_another_name_is_not_believed(opened, folder):
     keep(opened, ONE, [7] * 5)
     one, other = files(folder)
     other.write_bytes(one.read_bytes())
@@ -161,7 +161,7 @@ def test_a_file_under_another_name_is_not_believed(opened: Opened, folder: Path)
     assert files(folder) == [one]
 
 
-def test_the_bound_holds_and_the_least_recently_used_goes(opened: Opened, folder: Path):
+def test_the_bound_holds_and_the_least_recently_used_goes(opened, folder):
     bound = 11 * BLOCK_BYTES
     cache, store = opened(max_bytes=bound, memory=0)
     cache = PrefixCache("model", BLOCK, max_bytes=PLENTY, store=store)
@@ -186,14 +186,7 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
 @pytest.mark.parametrize("call", ["tempfile.mkstemp", "os.replace"])
-def test_a_disk_that_refuses_leaves_memory_at_work(
-    opened: Opened,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    code: int,
-    call: str,
-):
+def test_a_disk_that_refuses_leaves_memory_at_work(opened, folder, monkeypatch, caplog, code, call):
     monkeypatch.setattr(call, fail_with(code))
     monkeypatch.setattr(prefix_store, "PAUSE_S", 0.0)
     cache, store = opened()
@@ -210,7 +203,7 @@ def test_a_disk_that_refuses_leaves_memory_at_work(
     assert found(opened()[0], PROMPT) == WHOLE
 
 
-def test_use_in_memory_keeps_a_file(opened: Opened, folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_use_in_memory_keeps_a_file(opened, folder, monkeypatch):
     monkeypatch.setattr(prefix_store, "TOUCH_S", 0.0)
     cache, store = opened(max_bytes=11 * BLOCK_BYTES)
     for first in range(2):
@@ -223,7 +216,7 @@ def test_use_in_memory_keeps_a_file(opened: Opened, folder: Path, monkeypatch: p
     assert [found(later, [first] * 16) == WHOLE for first in range(3)] == [True, False, True]
 
 
-def test_a_failed_disk_is_left_alone_for_a_while(opened: Opened, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_disk_is_left_alone_for_a_while(opened, monkeypatch):
     monkeypatch.setattr("os.replace", fail_with(errno.ENOSPC))
     cache, store = opened()
     writer(cache)(PROMPT)
@@ -234,7 +227,7 @@ def test_a_failed_disk_is_left_alone_for_a_while(opened: Opened, monkeypatch: py
     assert found(opened()[0], PROMPT) == 0
 
 
-def test_another_process_sees_what_this_one_writes_and_removes(opened: Opened, folder: Path):
+def test_another_process_sees_what_this_one_writes_and_removes(opened, folder):
     reader, _ = opened()
     assert found(reader, PROMPT) == 0
     keep(opened, PROMPT)
@@ -247,7 +240,7 @@ def test_another_process_sees_what_this_one_writes_and_removes(opened: Opened, f
 
 
 @pytest.mark.threat("prefix-privacy")
-def test_prefixes_of_a_scope_are_found_in_it_alone(opened: Opened):
+def test_prefixes_of_a_scope_are_found_in_it_alone(opened):
     cache, store = opened()
     cache.insert(PROMPT, lambda a, b: blocks(rows(PROMPT), a, b), ("", "ann"))
     flush(store)
@@ -270,9 +263,7 @@ def given_away(path: Path, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.threat("prefix-files")
 @pytest.mark.parametrize("whose", ["file", "folder"])
-def test_what_belongs_to_another_user_is_neither_read_nor_removed(
-    opened: Opened, folder: Path, whose: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_what_belongs_to_another_user_is_neither_read_nor_removed(opened, folder, whose, monkeypatch, caplog):
     keep(opened, ONE)
     (path,) = files(folder)
     for place in (path, path.parent)[: 1 + (whose == "folder")]:
@@ -286,9 +277,7 @@ def test_what_belongs_to_another_user_is_neither_read_nor_removed(
 
 
 @pytest.mark.threat("prefix-files")
-def test_folders_are_closed_to_others_and_files_that_others_may_write_are_ignored(
-    opened: Opened, folder: Path, caplog: pytest.LogCaptureFixture
-):
+def test_folders_are_closed_to_others_and_files_that_others_may_write_are_ignored(opened, folder, caplog):
     keep(opened, ONE)
     (path,) = files(folder)
     assert {place.stat().st_mode & 0o777 for place in (folder, path.parent)} == {0o700}
@@ -301,7 +290,7 @@ def test_folders_are_closed_to_others_and_files_that_others_may_write_are_ignore
 
 
 @pytest.mark.threat("prefix-files")
-def test_a_link_in_the_place_of_a_folder_is_not_followed(opened: Opened, folder: Path, tmp_path: Path):
+def test_a_link_in_the_place_of_a_folder_is_not_followed(opened, folder, tmp_path):
     keep(opened, ONE)
     (path,) = files(folder)
     path.parent.rename(tmp_path / "elsewhere")
@@ -315,7 +304,7 @@ def test_a_link_in_the_place_of_a_folder_is_not_followed(opened: Opened, folder:
 
 @pytest.mark.threat("prefix-files")
 @pytest.mark.parametrize("form", [((1,), "float32"), (((int(np.prod(SHAPE)),)), "float16")])
-def test_blocks_that_the_model_could_not_take_are_not_there(opened: Opened, form: tuple[tuple[int], str]):
+def test_blocks_that_the_model_could_not_take_are_not_there(opened, form):
     keep(opened, PROMPT)
     _, store = opened()
     shape, dtype = form
@@ -327,7 +316,7 @@ def test_blocks_that_the_model_could_not_take_are_not_there(opened: Opened, form
 
 @pytest.mark.threat("prefix-files")
 @pytest.mark.parametrize("text", [b"[" * 100_000, b"{}", b"9" * 5_000, b"\xff"])
-def test_a_description_that_is_none_is_a_miss(opened: Opened, folder: Path, text: bytes):
+def test_a_description_that_is_none_is_a_miss(opened, folder, text):
     keep(opened, ONE)
     (path,) = files(folder)
     digest = blake2b(text, digest_size=16).digest()
@@ -335,8 +324,6 @@ def test_a_description_that_is_none_is_a_miss(opened: Opened, folder: Path, text
     assert found(opened()[0], ONE) == 0
     assert not path.exists()
 
-
-# ---------------------------------------------------------------------------------------------------- other processes
 
 LENGTH = 16  # tokens of every prompt: four blocks of one token, whose keys and values are all that token
 MANY = 1000  # prompts that fit into PLENTY, for what is evicted is no whole file either
@@ -388,9 +375,7 @@ def finds(cache: PrefixCache, token: int) -> bool:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 here")
-def test_killing_a_writer_leaves_whole_files_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_killing_a_writer_leaves_whole_files_only(tmp_path, monkeypatch, caplog):
     with process(tmp_path, PLENTY, 0, MANY) as writing:
         deadline = time.monotonic() + PATIENCE
         while len(files(tmp_path)) < 20 and time.monotonic() < deadline:

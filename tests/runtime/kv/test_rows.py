@@ -144,7 +144,7 @@ def check(cache_type: Any) -> None:
     )
 
 
-def test_rows_stay_packed_and_keep_what_they_hold(remembering: Any):
+def test_rows_stay_packed_and_keep_what_they_hold(remembering):
     check(remembering.cache_type)
 
 
@@ -211,11 +211,11 @@ def walk(cache: Any, seed: int) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="rows share pages on Linux")
 class TestPages:
     @pytest.mark.parametrize("seed", range(5))
-    def test_rows_that_share_pages_keep_what_they_hold(self, paged: Any, seed: int):
+    def test_rows_that_share_pages_keep_what_they_hold(self, paged, seed):
         walk(paged(), seed)
 
     @pytest.mark.parametrize("broken", ["renew", "exchange", "shares"])
-    def test_a_page_that_another_row_holds_is_not_written(self, paged: Any, broken: str, monkeypatch: Any):
+    def test_a_page_that_another_row_holds_is_not_written(self, paged, broken, monkeypatch):
         def renew(self: Pages, row: int, end: int = 0) -> None:
             self._map(row, self._own[row], None)
 
@@ -227,7 +227,7 @@ class TestPages:
 
 
 @pytest.mark.parametrize("broken", ["copy", "swap"])
-def test_a_position_left_behind_is_noticed(remembering: Any, broken: str):
+def test_a_position_left_behind_is_noticed(remembering, broken):
     whole = remembering.cache_type
 
     def copy(self: Any, source: int, target: int, start: int, end: int) -> None:
@@ -242,7 +242,7 @@ def test_a_position_left_behind_is_noticed(remembering: Any, broken: str):
 
 
 @pytest.mark.parametrize(("move", "call"), [("release", "swap"), ("promote", "swap"), ("share", "copy")])
-def test_a_move_that_fails_says_that_rows_are_torn_and_why(remembering: Any, move: str, call: str):
+def test_a_move_that_fails_says_that_rows_are_torn_and_why(remembering, move, call):
     cache = remembering.cache_type()
     cache.reserve(MOST, CAPACITY)
     rows = Rows(cache)

@@ -44,7 +44,7 @@ def lines(logger: logging.Logger) -> Lines:
     return logger.handlers[0]
 
 
-def test_an_event_is_one_line_of_json(logger: logging.Logger, lines: Lines):
+def test_an_event_is_one_line_of_json(logger, lines):
     event(logger, "request finished", request_id="r1", ttft_s=0.25, tokens=7, cached=True, reason=None)
     line = lines.last()
     time = line.pop("time")
@@ -62,7 +62,7 @@ def test_an_event_is_one_line_of_json(logger: logging.Logger, lines: Lines):
     assert time.endswith("+00:00")
 
 
-def test_what_json_lacks_becomes_text(logger: logging.Logger, lines: Lines):
+def test_what_json_lacks_becomes_text(logger, lines):
     event(logger, "x", path=Path("a"), fine=[1])
     line = lines.last()
     assert (line["path"], line["fine"]) == ("a", [1])

@@ -48,10 +48,7 @@ def served(engine: EngineMetrics, clock: Clock, gaps: list[float], reason: str =
     return timeline
 
 
-# ------------------------------------------------------------------------------------------------------------ timelines
-
-
-def test_a_request_is_measured_from_its_submission(engine: EngineMetrics, clock: Clock):
+def test_a_request_is_measured_from_its_submission(engine, clock):
     gaps = [0.1, 0.2, 0.3, 0.4, 5.0]
     metrics = served(engine, clock, gaps).metrics()
     assert metrics.queue_s == pytest.approx(1.0, abs=EXACT)
@@ -65,7 +62,7 @@ def test_a_request_is_measured_from_its_submission(engine: EngineMetrics, clock:
     assert metrics.finish_reason == "stop"
 
 
-def test_tokens_of_one_step_share_its_time(engine: EngineMetrics, clock: Clock):
+def test_tokens_of_one_step_share_its_time(engine, clock):
     timeline = engine.timeline(1)
     timeline.token()
     clock.after(0.3)
@@ -79,7 +76,7 @@ def test_tokens_of_one_step_share_its_time(engine: EngineMetrics, clock: Clock):
     assert (itl.count, itl.counts[0]) == (3, 2)
 
 
-def test_gaps_are_measured_within_each_output(engine: EngineMetrics, clock: Clock):
+def test_gaps_are_measured_within_each_output(engine, clock):
     timeline = engine.timeline(1)
     clock.after(1)
     for _ in range(4):
@@ -94,10 +91,7 @@ def test_gaps_are_measured_within_each_output(engine: EngineMetrics, clock: Cloc
     assert snapshot.itl.sum == pytest.approx(9 * 0.2, abs=10 * EXACT)
 
 
-# --------------------------------------------------------------------------------------------------------------- engine
-
-
-def test_an_engine_counts_what_its_requests_do(engine: EngineMetrics, clock: Clock):
+def test_an_engine_counts_what_its_requests_do(engine, clock):
     timelines = [served(engine, clock, [0.1] * n, reason) for n, reason in ((3, "stop"), (1, "length"), (0, "stop"))]
     timelines[0].draft(8, 6)
     timelines[1].draft(2, 0)
@@ -123,9 +117,6 @@ def test_a_bound_belongs_to_its_bucket():
     for value in (1.0, 1.0000001, 2.0, 2.1):
         histogram.observe(value)
     assert (histogram.counts, histogram.cumulative) == ([1, 2, 1], (1, 3, 4))
-
-
-# -------------------------------------------------------------------------------------------------------------- threads
 
 
 def contradictions(snapshot: EngineSnapshot) -> list[str]:

@@ -11,16 +11,6 @@ from llmc.errors import MissingExtraError
 from llmc.runtime.observe.metrics import EngineMetrics, EngineSnapshot, Gauges, Histogram
 from llmc.runtime.observe.prometheus import EngineCollector
 
-UNITS = ("_seconds", "_bytes", "_tokens")
-# Counts of things, which have no unit.
-UNITLESS = {
-    "llmc_requests",
-    "llmc_context_overflows",
-    "llmc_num_requests_waiting",
-    "llmc_num_requests_running",
-    "llmc_step_batch_size",
-}
-
 
 @pytest.fixture
 def metrics() -> EngineMetrics:
@@ -117,11 +107,11 @@ def differences(text: str, snapshot: EngineSnapshot) -> list[str]:
     return [*(name for name, equal in same.items() if not equal), *families]
 
 
-def test_every_number_is_read_back_and_nothing_else(metrics: EngineMetrics):
+def test_every_number_is_read_back_and_nothing_else(metrics):
     assert differences(exposition(metrics), metrics.snapshot()) == []
 
 
-def test_a_number_that_is_off_by_one_is_noticed(metrics: EngineMetrics):
+def test_a_number_that_is_off_by_one_is_noticed(metrics):
     text, snapshot = exposition(metrics), metrics.snapshot()
     itl = replace(snapshot.itl, counts=(1, *snapshot.itl.counts[1:]))
     wrong = replace(
@@ -132,20 +122,20 @@ def test_a_number_that_is_off_by_one_is_noticed(metrics: EngineMetrics):
     ]  # fmt: skip
 
 
-def test_an_idle_engine_lists_everything_at_zero(metrics: EngineMetrics):
+def test_an_idle_engine_lists_everything_at_zero(metrics):
     idle, busy = parsed(exposition(EngineMetrics())), parsed(exposition(metrics))
     assert set(busy) == set(idle)
     assert {sample.value for family in idle.values() for sample in family.samples} == {0.0}
     assert len(values(idle["llmc_requests"], "_total")) == 6
 
 
-def test_labels_are_on_every_sample_and_escaped(metrics: EngineMetrics):
+def test_labels_are_on_every_sample_and_escaped(metrics):
     label = 'a "model" \\ of\nmine'
     for family in parsed(exposition(metrics, {"model_name": label})).values():
         assert {sample.labels["model_name"] for sample in family.samples} == {label}
 
 
-def test_without_prometheus_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_without_prometheus_client_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
     with pytest.raises(MissingExtraError, match="pip install 'prometheus-client"):
         exposition(EngineMetrics())

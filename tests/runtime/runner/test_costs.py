@@ -41,9 +41,7 @@ def test_shapes_between_and_beyond_lie_on_the_line_of_the_nearest_two():
     st.integers(1, 8),
     st.integers(1, 600),
 )
-def test_every_prediction_is_positive_and_at_most_proportional(
-    shapes: dict[tuple[int, int], float], rows: int, tokens: int
-):
+def test_every_prediction_is_positive_and_at_most_proportional(shapes, rows, tokens):
     predicted = learnt(shapes).predict(Phase.DECODE, rows, tokens)
     most = max(seconds * max(1.0, rows * tokens / (r * t)) for (r, t), seconds in shapes.items())
     assert predicted is not None

@@ -61,7 +61,7 @@ def shapes(session: Any) -> list[tuple[str, int, tuple[int, ...]]]:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("level", ["fast", "batch", "strict"])
-def test_every_level_gives_every_sequence_its_own_logits(session: Any, manifest: Manifest, level: str, count: int):
+def test_every_level_gives_every_sequence_its_own_logits(session, manifest, level, count):
     found = split(manifest, rows=2, tokens=2, outputs=1)
     runner, _, held = runner_of(session, found, level, count)
     logits = runner.execute(held)
@@ -70,7 +70,7 @@ def test_every_level_gives_every_sequence_its_own_logits(session: Any, manifest:
         assert session.cache[sequence.row, : sequence.cached + 1].tolist() == sequence.context
 
 
-def test_an_odd_batch_in_pairs_runs_with_the_row_after_it_and_spoils_nothing(session: Any, manifest: Manifest):
+def test_an_odd_batch_in_pairs_runs_with_the_row_after_it_and_spoils_nothing(session, manifest):
     runner, rows, held = runner_of(session, split(manifest, rows=2, tokens=2), "batch", 3)
     feeding = Held([7, 8, 9, 10], 3)
     rows.admit(feeding)
@@ -90,9 +90,7 @@ def test_an_odd_batch_in_pairs_runs_with_the_row_after_it_and_spoils_nothing(ses
     ],
     ids=str,
 )
-def test_strict_runs_row_by_row_and_even_where_a_lone_token_is_computed_otherwise(
-    session: Any, manifest: Manifest, kept: dict[str, Any], tokens: int
-):
+def test_strict_runs_row_by_row_and_even_where_a_lone_token_is_computed_otherwise(session, manifest, kept, tokens):
     runner, _, held = runner_of(session, split(manifest, outputs=1, **kept), "strict", 2)
     runner.execute(held)
     assert shapes(session) == [("decode", 0, (1, tokens)), ("decode", 1, (1, tokens))]
@@ -100,9 +98,7 @@ def test_strict_runs_row_by_row_and_even_where_a_lone_token_is_computed_otherwis
 
 @pytest.mark.parametrize("level", ["fast", "strict"])
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_drafts_are_verified_in_one_call_with_logits_before_between_and_after(
-    session: Any, manifest: Manifest, level: str, count: int
-):
+def test_drafts_are_verified_in_one_call_with_logits_before_between_and_after(session, manifest, level, count):
     runner, _, (sequence,) = runner_of(session, split(manifest, tokens=2, outputs=1), level, 1)
     drafts = sequence.drafts = [50 + i for i in range(count)]
     logits = runner.execute([sequence])[0]
@@ -113,9 +109,7 @@ def test_drafts_are_verified_in_one_call_with_logits_before_between_and_after(
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_many_rows_run_on_the_graph_of_prefill_where_that_is_faster_and_only_if_fast(
-    session: Any, manifest: Manifest, precision: str
-):
+def test_many_rows_run_on_the_graph_of_prefill_where_that_is_faster_and_only_if_fast(session, manifest, precision):
     most = PREFILL_GRAPH_FROM[precision]
     for level, tokens, phase in (
         ("fast", most - 1, Phase.DECODE),

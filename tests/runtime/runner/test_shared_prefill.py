@@ -36,7 +36,7 @@ def test_a_row_has_room_for_the_padding_behind_its_own_tokens():
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=12), st.integers(2, 300))
-def test_no_call_has_more_than_a_chunk_unless_it_is_one_prompt_alone(lengths: list[int], chunk: int):
+def test_no_call_has_more_than_a_chunk_unless_it_is_one_prompt_alone(lengths, chunk):
     count = shared(*lengths, chunk=chunk)
     assert count == 1 or max(lengths[:count]) * count <= chunk
 

@@ -1,5 +1,4 @@
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -58,29 +57,27 @@ def penalties(
     breakers=st.sets(st.integers(0, 3), max_size=2),
 )
 @settings(max_examples=300, deadline=None)
-def test_the_penalty_follows_the_definition(
-    tokens: list[int], multiplier: float, base: float, allowed_length: int, window: int, breakers: set[int]
-) -> None:
+def test_the_penalty_follows_the_definition(tokens, multiplier, base, allowed_length, window, breakers):
     found = -Dry(multiplier, base, allowed_length, window, alone(*breakers))(tokens, zeros())
     expected = np.minimum(penalties(tokens, multiplier, base, allowed_length, window, breakers), 1e9)
     np.testing.assert_allclose(found, expected, rtol=RELATIVE_TOLERANCE)
 
 
 @pytest.mark.parametrize("wrong", [(0.81, 1.75, 2), (0.8, 1.76, 2), (0.8, 1.75, 3)], ids=str)
-def test_the_penalty_of_other_arguments_fails_that_check(wrong: tuple[float, float, int]) -> None:
+def test_the_penalty_of_other_arguments_fails_that_check(wrong):
     tokens = [1, 2, 3, 4, 5, 1, 2, 3, 4]
     found = -Dry(0.8)(tokens, zeros())
     assert np.abs(found - penalties(tokens, *wrong)).max() > RELATIVE_TOLERANCE
 
 
-def test_the_example_of_its_author() -> None:
+def test_the_example_of_its_author():
     """Four tokens that were followed by 5 before: multiplier * base ** (4 - 2) from token 5 alone."""
     found = Dry(0.8, 1.75, 2)([1, 2, 3, 4, 5, 9, 1, 2, 3, 4], zeros())
     assert np.flatnonzero(found).tolist() == [5]
     assert found[5] == np.float32(-0.8 * 1.75**2)
 
 
-def test_breakers_end_a_repetition_and_are_not_punished() -> None:
+def test_breakers_end_a_repetition_and_are_not_punished():
     tokens = [1, 2, 0, 3, 4, 5, 9, 1, 2, 0, 3, 4]
     across = Dry(1.0, 2.0, 2, breakers=alone(0))(tokens, zeros())
     assert across[5] == -1.0  # two tokens repeat since the breaker, not five
@@ -103,9 +100,7 @@ def spelling(token: int) -> bytes:
     cuts=st.lists(st.integers(1, 30), max_size=3),
 )
 @settings(max_examples=150, deadline=None)
-def test_a_breaker_breaks_where_it_ends_in_the_text_whatever_tokens_spell_it(
-    tokens: list[int], texts: list[str], cuts: list[int]
-) -> None:
+def test_a_breaker_breaks_where_it_ends_in_the_text_whatever_tokens_spell_it(tokens, texts, cuts):
     text, ends = b"", []
     for token in tokens:
         text += spelling(token)
@@ -131,7 +126,7 @@ def test_a_breaker_breaks_where_it_ends_in_the_text_whatever_tokens_spell_it(
     np.testing.assert_allclose(-dry(tokens, zeros()), expected, rtol=RELATIVE_TOLERANCE)
 
 
-def test_every_token_whose_text_contains_a_breaker_is_one(tiny_tokenizer: Any) -> None:
+def test_every_token_whose_text_contains_a_breaker_is_one(tiny_tokenizer):
     """Not only the one that the tokenizer writes it as."""
     breakers = Breakers((":",), tiny_tokenizer.spell)
     vocabulary = range(tiny_tokenizer.vocab_size)
@@ -143,7 +138,7 @@ def test_every_token_whose_text_contains_a_breaker_is_one(tiny_tokenizer: Any) -
     assert Dry(1.0, 2.0, 2, breakers=breakers)(tokens, np.zeros(len(vocabulary), np.float32))[5] == -1.0
 
 
-def test_only_the_window_is_looked_at() -> None:
+def test_only_the_window_is_looked_at():
     tokens = [1, 2, 3, 4, 9, 9, 1, 2, 3]
     assert Dry(1.0)(tokens, zeros())[4] < 0
     assert Dry(1.0, window=8)(tokens, zeros())[4] == -1.0
@@ -151,13 +146,13 @@ def test_only_the_window_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("allowed_length", [2**31, 2**63, 10**400])
-def test_an_allowed_length_beyond_every_sequence_punishes_nothing(allowed_length: int) -> None:
+def test_an_allowed_length_beyond_every_sequence_punishes_nothing(allowed_length):
     tokens = [1, 2] * 20
     assert not Dry(1.0, 1.75, allowed_length)(tokens, zeros()).any()
     assert Dry(1.0, 1.75, 30)(tokens, zeros()).any()
 
 
-def test_a_very_long_repetition_forbids_without_overflow() -> None:
+def test_a_very_long_repetition_forbids_without_overflow():
     with np.errstate(all="raise"):
         found = Dry(5.0, 1e300)([1] * 3000, zeros())
         assert np.isfinite(found).all() and found[1] <= -1e8
@@ -167,7 +162,7 @@ def test_a_very_long_repetition_forbids_without_overflow() -> None:
 
 @given(tokens=SEQUENCES, cuts=st.lists(st.integers(1, 50), max_size=5), branching=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_growth_in_steps_of_any_size_changes_nothing(tokens: list[int], cuts: list[int], branching: bool) -> None:
+def test_growth_in_steps_of_any_size_changes_nothing(tokens, cuts, branching):
     grown = Dry(0.8, branching=branching)
     for cut in sorted(cuts):
         grown(tokens[:cut], zeros())
@@ -176,7 +171,7 @@ def test_growth_in_steps_of_any_size_changes_nothing(tokens: list[int], cuts: li
 
 @given(sequences=st.lists(SEQUENCES, min_size=2, max_size=5))
 @settings(max_examples=60, deadline=None)
-def test_branches_are_kept_apart(sequences: list[list[int]]) -> None:
+def test_branches_are_kept_apart(sequences):
     branching = Dry(0.8, branching=True)
     for tokens in sequences:
         np.testing.assert_array_equal(branching(tokens, zeros()), Dry(0.8)(tokens, zeros()))

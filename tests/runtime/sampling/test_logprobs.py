@@ -54,7 +54,7 @@ class TestTokens:
         top=st.integers(0, 20),
     )
     @settings(max_examples=200, deadline=None)
-    def test_have_the_log_probabilities_of_a_softmax(self, logits: list[float], top: int) -> None:
+    def test_have_the_log_probabilities_of_a_softmax(self, logits, top):
         values = np.array([*logits, 0.0], np.float32)
         expected = log_softmax(values)
         found, most = logprob_and_top(values, len(logits), top)
@@ -63,12 +63,12 @@ class TestTokens:
         assert [token for token, _ in most] == ranked
         np.testing.assert_allclose([p for _, p in most], expected[ranked], atol=LOGPROB_TOLERANCE, rtol=1e-6)
 
-    def test_of_slightly_other_logits_fail_that_check(self) -> None:
+    def test_of_slightly_other_logits_fail_that_check(self):
         other = random_logits() * np.float32(1.00001)
         difference = token_logprobs(other, 7, 0).logprob - log_softmax(random_logits())[7]
         assert abs(difference) > LOGPROB_TOLERANCE
 
-    def test_of_a_large_vocabulary_are_as_exact(self) -> None:
+    def test_of_a_large_vocabulary_are_as_exact(self):
         logits = random_logits(size=151_936)
         found, most = logprob_and_top(logits, 5, 20)
         expected = log_softmax(logits)
@@ -76,7 +76,7 @@ class TestTokens:
         assert [token for token, _ in most] == np.argsort(-logits, kind="stable")[:20].tolist()
 
     @pytest.mark.parametrize("value", [math.nan, math.inf])
-    def test_of_broken_logits_are_refused(self, value: float) -> None:
+    def test_of_broken_logits_are_refused(self, value):
         logits = random_logits()
         logits[3] = value
         with pytest.raises(RequestError, match="the model's logits hold"):
@@ -85,14 +85,14 @@ class TestTokens:
 
 class TestChoices:
     @pytest.mark.parametrize("params", SETTINGS, ids=str)
-    def test_report_the_models_distribution_whatever_shapes_it(self, params: dict[str, Any]) -> None:
+    def test_report_the_models_distribution_whatever_shapes_it(self, params):
         logits = random_logits(1)
         found, raw = choose(logits, [3, 4, 5, 4], **params, seed=3, logprobs=4), log_softmax(logits)
         assert found.logprob == pytest.approx(raw[found.token], abs=LOGPROB_TOLERANCE)
         assert [token for token, _ in found.top] == np.argsort(-raw)[:4].tolist()
 
     @pytest.mark.parametrize("params", [*SETTINGS, {"xtc_probability": 0.5}], ids=str)
-    def test_are_the_same_tokens_as_without_log_probabilities(self, params: dict[str, Any]) -> None:
+    def test_are_the_same_tokens_as_without_log_probabilities(self, params):
         tokens: list[list[int]] = []
         for logprobs in (None, 5):
             sampler = make_sampler(
@@ -104,17 +104,17 @@ class TestChoices:
             tokens.append(chosen)
         assert tokens[0] == tokens[1]
 
-    def test_of_best_of_are_scored_without_being_asked(self) -> None:
+    def test_of_best_of_are_scored_without_being_asked(self):
         assert choose(random_logits(), [1], seed=1, best_of=3).top == ()
 
-    def test_report_none_unless_asked(self) -> None:
+    def test_report_none_unless_asked(self):
         for params in ({}, {"temperature": 0.0}, {"repetition_penalty": 1.2}):
             sampler = make_sampler(SamplingContext(SamplingParams(**params), SIZE, prompt_length=0))
             assert sampler(random_logits(), [1]).logprobs is None
 
 
 class TestPrompts:
-    def test_are_scored_by_the_logits_before_each_token(self) -> None:
+    def test_are_scored_by_the_logits_before_each_token(self):
         logits = np.stack([random_logits(seed) for seed in range(4)])
         found = prompt_logprobs(logits, [9, 8, 7, 6], 2)
         for row, token, entry in zip(logits, [9, 8, 7, 6], found, strict=True):

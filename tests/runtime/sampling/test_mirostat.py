@@ -119,24 +119,22 @@ def follow(version: int, expected: Paper, size: int, deviation: float, temperatu
 class TestBothVersions:
     @pytest.mark.parametrize(("tau", "eta", "temperature"), [(3.0, 1.0, 1.0), (5.0, 0.1, 0.7), (1.0, 0.3, 1.4)])
     @pytest.mark.parametrize(("size", "deviation"), [(50, 1.0), (500, 3.0), (4000, 2.0)])
-    def test_draw_the_tokens_of_the_reference(
-        self, version: int, tau: float, eta: float, temperature: float, size: int, deviation: float
-    ) -> None:
+    def test_draw_the_tokens_of_the_reference(self, version, tau, eta, temperature, size, deviation):
         expected = VERSIONS[version](tau, eta)
         mu = follow(version, expected, size, deviation, temperature, mirostat_tau=tau, mirostat_eta=eta)
         assert mu == pytest.approx(expected.mu, abs=MU_TOLERANCE)
 
     @pytest.mark.parametrize("wrong", [{"mirostat_eta": 0.101}, {"mirostat_tau": 3.01}], ids=str)
-    def test_of_other_parameters_fail_that_check(self, version: int, wrong: dict[str, float]) -> None:
+    def test_of_other_parameters_fail_that_check(self, version, wrong):
         expected = VERSIONS[version](3.0, 0.1)
         mu = follow(version, expected, 500, 3.0, **{"mirostat_tau": 3.0, "mirostat_eta": 0.1, **wrong})
         assert mu is None or mu != pytest.approx(expected.mu, abs=MU_TOLERANCE)
 
-    def test_fail_the_check_of_the_other_version(self, version: int) -> None:
+    def test_fail_the_check_of_the_other_version(self, version):
         assert follow(version, VERSIONS[3 - version](3.0, 0.3), 500, 3.0, mirostat_tau=3.0, mirostat_eta=0.3) is None
 
     @pytest.mark.parametrize("mu", [-1e6, -1.0, 0.0, 1e6])
-    def test_draw_a_possible_token_whatever_mu(self, version: int, mu: float) -> None:
+    def test_draw_a_possible_token_whatever_mu(self, version, mu):
         logits = np.full(200, -np.inf, np.float32)
         logits[50:60] = make_logits(10, 30.0, 0)
         cut = Mirostat(version, 3.0, 0.1, 200)
@@ -145,7 +143,7 @@ class TestBothVersions:
         assert set(found.tokens) <= set(range(50, 60)) and logits.argmax() in found.tokens
         assert len(found.tokens) == 1 or mu > 0
 
-    def test_draw_the_only_possible_token_and_raise_mu(self, version: int) -> None:
+    def test_draw_the_only_possible_token_and_raise_mu(self, version):
         for size in (1, 200):
             logits = np.full(size, -np.inf, np.float32)
             logits[size // 2] = 1.0
@@ -153,14 +151,14 @@ class TestBothVersions:
             assert sampler(logits, []).token == size // 2
             assert mu_of(sampler) == pytest.approx(6 + 0.1 * 3)
 
-    def test_keep_equals_together(self, version: int) -> None:
+    def test_keep_equals_together(self, version):
         logits = np.random.default_rng(0).integers(0, 4, 300).astype(np.float32)
         cut = Mirostat(version, 3.0, 0.1, 300)
         for cut.mu in np.linspace(0.0, 12.0, 25):
             kept = np.isin(np.arange(300), cut(Candidates(np.arange(300), logits), 0).tokens)
             assert all(np.unique(kept[logits == level]).size == 1 for level in range(4))
 
-    def test_have_a_state_of_their_own_in_every_sequence(self, version: int) -> None:
+    def test_have_a_state_of_their_own_in_every_sequence(self, version):
         context = SamplingContext(SamplingParams(seed=SEED, mirostat=version, mirostat_eta=1.0), 500, prompt_length=0)
         first, second, alone = (make_sampler(context, index) for index in (0, 1, 1))
         for step in range(20):
@@ -171,7 +169,7 @@ class TestBothVersions:
 
 
 @pytest.mark.parametrize(("tau", "eta"), RECORDED)
-def test_version_2_keeps_what_llamacpp_kept(tau: float, eta: float) -> None:
+def test_version_2_keeps_what_llamacpp_kept(tau, eta):
     assert keep_recorded(tau, eta) == [size for size, _ in RECORDED[tau, eta]]
     assert keep_recorded(tau, eta * 1.05) != [size for size, _ in RECORDED[tau, eta]]
 
@@ -188,7 +186,7 @@ def keep_recorded(tau: float, eta: float) -> list[int]:
 
 
 @pytest.mark.parametrize(("tau", "deviation"), [(1.5, 4), (4.0, 1)])
-def test_version_1_holds_the_mean_surprise_at_the_target(tau: float, deviation: int) -> None:
+def test_version_1_holds_the_mean_surprise_at_the_target(tau, deviation):
     sampler, surprises = sampler_of(400, mirostat=1, mirostat_tau=tau), []
     for step in range(2000):
         logits = make_logits(400, deviation + step % 3, step)
@@ -198,12 +196,12 @@ def test_version_1_holds_the_mean_surprise_at_the_target(tau: float, deviation: 
 
 
 @pytest.mark.parametrize("exponent", [0.7, 1.0, 1.5])
-def test_the_exponent_of_zipfs_law_is_found(exponent: float) -> None:
+def test_the_exponent_of_zipfs_law_is_found(exponent):
     logits = (-exponent * np.log(np.arange(1, 5001))).astype(np.float32)
     assert zipf_exponent(np.random.default_rng(0).permutation(logits)) == pytest.approx(exponent, rel=1e-5)
 
 
-def test_the_same_seed_draws_the_same_tokens_and_another_one_others() -> None:
+def test_the_same_seed_draws_the_same_tokens_and_another_one_others():
     def tokens(make: Callable[[], Sampler]) -> list[int]:
         sampler = make()
         return [sampler(make_logits(500, 2.0, step), [0] * step).token for step in range(30)]

@@ -27,7 +27,7 @@ def test_every_name_is_one_that_a_user_can_say():
         ("num_ctx", None),
     ],
 )
-def test_the_nearest_parameter_is_found(name: str, ours: str | None):
+def test_the_nearest_parameter_is_found(name, ours):
     assert neighbour(name, PARAMETERS) == ours
 
 

@@ -1,6 +1,5 @@
 import math
-from dataclasses import Field, fields, replace
-from typing import Any
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -17,27 +16,27 @@ PENALIZING_CHECKPOINT = replace(SAMPLING_CHECKPOINT, typical_p=0.9, min_tokens=9
 
 
 class TestParams:
-    def test_at_the_edges_are_accepted(self) -> None:
+    def test_at_the_edges_are_accepted(self):
         SamplingParams(1, 0, 0, 1, 0, 0, (), (), True)
         SamplingParams(1, 1e30, 10**9, 1e-9, 1, 2**64 - 1, ("a", "b"), (0, 5))
 
-    def test_left_out_come_from_the_checkpoint(self) -> None:
+    def test_left_out_come_from_the_checkpoint(self):
         assert SamplingParams.from_defaults(SAMPLING_CHECKPOINT) == SamplingParams(256, 0.7, 20, 0.8, 0.05)
         assert SamplingParams.from_defaults(SAMPLING_CHECKPOINT, top_k=0, seed=None) == SamplingParams(
             256, 0.7, 0, 0.8, 0.05
         )
 
-    def test_of_a_greedy_checkpoint_are_greedy_unless_sampling_is_asked_for(self) -> None:
+    def test_of_a_greedy_checkpoint_are_greedy_unless_sampling_is_asked_for(self):
         assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, max_tokens=5) == SamplingParams(5, 0.0)
         assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, top_p=0.5) == SamplingParams(top_p=0.5)
 
-    def test_stop_may_be_one_text_or_a_list(self) -> None:
+    def test_stop_may_be_one_text_or_a_list(self):
         assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, stop="end").stop == ("end",)
         assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, stop=["a", "b"], stop_token_ids=[3]).stop_token_ids == (
             3,
         )
 
-    def test_unknown_names_are_refused_with_the_nearest_one(self) -> None:
+    def test_unknown_names_are_refused_with_the_nearest_one(self):
         with pytest.raises(UsageError, match="temprature is no sampling parameter; did you mean temperature"):
             SamplingParams.from_defaults(GREEDY_CHECKPOINT, temprature=1.0)
         with pytest.raises(UsageError, match="zzz is no sampling parameter; expected one of max_tokens, temperature"):
@@ -109,7 +108,7 @@ class TestRanges:
             ("speculate", 1),
         ],
     )
-    def test_are_enforced_by_name(self, name: str, value: Any) -> None:
+    def test_are_enforced_by_name(self, name, value):
         with pytest.raises(UsageError) as caught:
             SamplingParams(**{name: value})
         assert str(caught.value) == f"{name} is {format_value(value)}, expected {PARAMETERS[name].range.expected}"
@@ -117,12 +116,12 @@ class TestRanges:
 
     @pytest.mark.threat("parameter-bounds")
     @pytest.mark.parametrize("name", ["temperature", "n", "seed", "top_p", "logprobs", "max_tokens", "min_tokens"])
-    def test_of_integers_too_long_to_write_are_enforced(self, name: str) -> None:
+    def test_of_integers_too_long_to_write_are_enforced(self, name):
         with pytest.raises(UsageError, match=f"{name} is an integer of about 5001 digits, expected"):
             SamplingParams(**{name: 10**5000})
 
     @pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams)])
-    def test_of_arrays_are_enforced(self, name: str) -> None:
+    def test_of_arrays_are_enforced(self, name):
         for value in (np.array([1, 2]), np.zeros(0), (np.array([1, 2]),), np.float32(0.5)):
             with pytest.raises(UsageError, check=about(name)) as refused:
                 SamplingParams(**{name: value})
@@ -130,11 +129,11 @@ class TestRanges:
                 SamplingParams.from_defaults(GREEDY_CHECKPOINT, **{name: value})
             assert refused.value.problem == f"is {format_value(value)}, expected {PARAMETERS[name].range.expected}"
 
-    def test_exist_for_every_parameter(self) -> None:
+    def test_exist_for_every_parameter(self):
         assert list(PARAMETERS) == [field.name for field in fields(SamplingParams)]
 
     @pytest.mark.parametrize("field", fields(SamplingParams), ids=lambda field: field.name)
-    def test_hold_the_defaults(self, field: Field[Any]) -> None:
+    def test_hold_the_defaults(self, field):
         assert PARAMETERS[field.name].range.holds(field.default)
 
 
@@ -177,7 +176,7 @@ class TestCombinations:
         ],
         ids=str,
     )
-    def test_that_contradict_are_refused_by_name(self, params: dict[str, Any], name: str) -> None:
+    def test_that_contradict_are_refused_by_name(self, params, name):
         with pytest.raises(UsageError, check=about(name)):
             SamplingParams(**params)
 
@@ -205,20 +204,20 @@ class TestCombinations:
         ],
         ids=str,
     )
-    def test_that_make_sense_are_accepted(self, params: dict[str, Any]) -> None:
+    def test_that_make_sense_are_accepted(self, params):
         assert SamplingParams(**params).max_tokens == 256
 
 
 class TestDefaults:
     @pytest.mark.parametrize("asked", [{"n": 2}, {"best_of": 2}, {"xtc_probability": 0.5}], ids=str)
-    def test_of_a_greedy_checkpoint_give_way_to_what_only_sampling_can_give(self, asked: dict[str, Any]) -> None:
+    def test_of_a_greedy_checkpoint_give_way_to_what_only_sampling_can_give(self, asked):
         assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, **asked) == SamplingParams(**asked)
 
-    def test_of_a_greedy_checkpoint_stay_for_what_is_neutral(self) -> None:
+    def test_of_a_greedy_checkpoint_stay_for_what_is_neutral(self):
         assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, n=1, top_n_sigma=0.0).temperature == 0
 
     @pytest.mark.parametrize("asked", [{"num_beams": 2}], ids=str)
-    def test_to_sample_are_left_out_of_searches(self, asked: dict[str, Any]) -> None:
+    def test_to_sample_are_left_out_of_searches(self, asked):
         assert SamplingParams.from_defaults(SAMPLING_CHECKPOINT, **asked) == SamplingParams(**asked)
 
     @pytest.mark.parametrize(
@@ -233,15 +232,13 @@ class TestDefaults:
         ],
         ids=str,
     )
-    def test_of_penalties_and_bans_count_beside_what_is_asked_for(
-        self, asked: dict[str, Any], expected: dict[str, Any]
-    ) -> None:
+    def test_of_penalties_and_bans_count_beside_what_is_asked_for(self, asked, expected):
         found = SamplingParams.from_defaults(PENALIZING_CHECKPOINT, **asked)
         given = {name: tuple(value) if isinstance(value, list) else value for name, value in asked.items()}
         expected = {**PENALTIES, **given, **expected}
         assert {name: getattr(found, name) for name in expected} == expected
 
-    def test_of_penalties_count_for_greedy_requests(self) -> None:
+    def test_of_penalties_count_for_greedy_requests(self):
         for found in (
             SamplingParams.from_defaults(replace(GREEDY_CHECKPOINT, **PENALTIES)),
             SamplingParams.from_defaults(PENALIZING_CHECKPOINT, temperature=0, max_tokens=20),
@@ -249,10 +246,10 @@ class TestDefaults:
             assert (found.temperature, found.repetition_penalty, found.bad_words) == (0, 1.05, ((3, 4),))
 
     @pytest.mark.parametrize("name", ["typical_p", "top_p"])
-    def test_of_a_greedy_checkpoint_give_way_to_a_cut_that_is_named(self, name: str) -> None:
+    def test_of_a_greedy_checkpoint_give_way_to_a_cut_that_is_named(self, name):
         assert SamplingParams.from_defaults(GREEDY_CHECKPOINT, **{name: 1.0}).temperature == 1
 
-    def test_take_lists_and_mappings_for_tuples(self) -> None:
+    def test_take_lists_and_mappings_for_tuples(self):
         found = SamplingParams.from_defaults(
             GREEDY_CHECKPOINT,
             logit_bias={5: -100, 7: 1.5},

@@ -41,37 +41,37 @@ def of_transformers(name: str, tokens: Sequence[int], *args: Any) -> np.ndarray:
 
 
 class TestTokens:
-    def test_biased_equal_transformers(self) -> None:
+    def test_biased_equal_transformers(self):
         biases = {3: 2.5, 50: -100.0, 4: 0.125}
         expected = of_transformers("SequenceBiasLogitsProcessor", [1, 2], {(t,): b for t, b in biases.items()})
         found = processed({"logit_bias": tuple(biases.items())}, [1, 2])
         np.testing.assert_allclose(found, expected, atol=BIAS_TOLERANCE)
 
-    def test_biased_otherwise_fail_that_check(self) -> None:
+    def test_biased_otherwise_fail_that_check(self):
         expected = of_transformers("SequenceBiasLogitsProcessor", [1, 2], {(3,): 2.5})
         found = processed({"logit_bias": ((3, 2.4999),)}, [1, 2])
         assert np.abs(found - expected).max() > BIAS_TOLERANCE
 
-    def test_banned_equal_transformers(self) -> None:
+    def test_banned_equal_transformers(self):
         expected = of_transformers("SuppressTokensLogitsProcessor", [1], [3, 5])
         np.testing.assert_array_equal(processed({"banned_tokens": (3, 5, 3)}, [1]), expected)
 
-    def test_allowed_equal_transformers(self) -> None:
+    def test_allowed_equal_transformers(self):
         expected = of_transformers("PrefixConstrainedLogitsProcessor", [1], lambda batch, ids: [3, 5, 11], 1)
         np.testing.assert_array_equal(processed({"allowed_tokens": (11, 3, 5)}, [1]), expected)
 
-    def test_allowed_and_banned_are_forbidden(self) -> None:
+    def test_allowed_and_banned_are_forbidden(self):
         found = processed({"allowed_tokens": (11, 3, 5), "banned_tokens": (3, 4)}, [1])
         assert np.flatnonzero(found > -np.inf).tolist() == [5, 11]
 
     @pytest.mark.parametrize("length", [2, 4, 5, 6, 9])
-    def test_that_end_the_output_too_early_equal_transformers(self, length: int) -> None:
+    def test_that_end_the_output_too_early_equal_transformers(self, length):
         tokens = [1] * length
         expected = of_transformers("MinNewTokensLengthLogitsProcessor", tokens, 2, 3, [*EOS, 12])
         found = processed({"min_tokens": 3, "stop_token_ids": (12,)}, tokens, prompt_length=2)
         np.testing.assert_array_equal(found, expected)
 
-    def test_that_end_the_output_may_come_early_if_they_do_not_end_it(self) -> None:
+    def test_that_end_the_output_may_come_early_if_they_do_not_end_it(self):
         found = processed({"min_tokens": 3, "stop_token_ids": (12,), "ignore_eos": True}, [1])
         assert np.flatnonzero(found == -np.inf).tolist() == [12]
 
@@ -83,25 +83,25 @@ SEQUENCES = st.lists(st.integers(0, 4), min_size=1, max_size=5).map(tuple)
 class TestSequences:
     @given(tokens=TOKENS.filter(bool), words=st.lists(SEQUENCES, min_size=1, max_size=12))
     @settings(max_examples=30, deadline=None)
-    def test_forbidden_equal_transformers(self, tokens: list[int], words: list[tuple[int, ...]]) -> None:
+    def test_forbidden_equal_transformers(self, tokens, words):
         expected = of_transformers("NoBadWordsLogitsProcessor", tokens, [list(word) for word in words])
         np.testing.assert_array_equal(processed({}, tokens, bad_words=words), expected)
 
-    def test_come_with_bans_and_allowed_tokens_of_single_tokens(self) -> None:
+    def test_come_with_bans_and_allowed_tokens_of_single_tokens(self):
         found = processed({"banned_tokens": (6,), "allowed_tokens": (4, 5, 6)}, [0, 1], bad_words=[(1, 4)])
         assert np.flatnonzero(found > -np.inf).tolist() == [5]
 
-    def test_start_where_there_is_no_token_yet(self) -> None:
+    def test_start_where_there_is_no_token_yet(self):
         assert np.flatnonzero(np.isinf(processed({}, [], bad_words=[(3,), (1, 4)]))).tolist() == [3]
 
-    def test_of_branches_depend_on_nothing_that_was_seen_before(self) -> None:
+    def test_of_branches_depend_on_nothing_that_was_seen_before(self):
         step = BadWords([(1, 2, 3)])
         for tokens, forbidden in (([1, 2], [3]), ([1, 1], []), ([2], []), ([0, 1, 2], [3])):
             assert np.flatnonzero(np.isinf(step(tokens, random_logits()))).tolist() == forbidden
 
 
 class TestOwnProcessors:
-    def test_run_in_order_with_the_tokens_so_far(self) -> None:
+    def test_run_in_order_with_the_tokens_so_far(self):
         seen: list[tuple[int, ...]] = []
 
         def note(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
@@ -124,7 +124,7 @@ class TestOwnProcessors:
         assert [sampler(random_logits(), tokens).token for tokens in ([1, 2], [1, 2, 6])] == [6, 6]
         assert seen == [(1, 2), (1, 2, 6)]
 
-    def test_cannot_reach_the_tokens_or_the_logits_of_the_caller(self) -> None:
+    def test_cannot_reach_the_tokens_or_the_logits_of_the_caller(self):
         kept = np.full(SIZE, 2.0, np.float32)
 
         def greedy_writer(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
@@ -152,7 +152,7 @@ class TestOwnProcessors:
         ],
         ids=str,
     )
-    def test_that_return_nonsense_are_named(self, result: Any, message: str) -> None:
+    def test_that_return_nonsense_are_named(self, result, message):
         def broken(tokens: Sequence[int], logits: np.ndarray) -> Any:
             return result
 
@@ -163,7 +163,7 @@ class TestOwnProcessors:
             with pytest.raises(ProcessorError, match=rf"processor .*broken at position 2 {message}"):
                 sampler(random_logits(), [1, 2])
 
-    def test_that_raise_are_named_with_their_error(self) -> None:
+    def test_that_raise_are_named_with_their_error(self):
         class Broken:
             def __call__(self, tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
                 raise KeyError("no such state")
@@ -174,7 +174,7 @@ class TestOwnProcessors:
         assert isinstance(caught.value.__cause__, KeyError)
 
     @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
-    def test_that_would_end_the_process_only_end_the_request(self, error: type[BaseException]) -> None:
+    def test_that_would_end_the_process_only_end_the_request(self, error):
         def broken(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
             raise error
 
@@ -182,7 +182,7 @@ class TestOwnProcessors:
         with pytest.raises(ProcessorError, match=f"broken at position 1 raised {error.__name__}; correct it"):
             sampler(random_logits(), [1])
 
-    def test_may_make_their_own_array_read_only(self) -> None:
+    def test_may_make_their_own_array_read_only(self):
         def freeze(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
             logits[5] = 100
             logits.flags.writeable = False
@@ -197,7 +197,7 @@ class TestOwnProcessors:
         assert sampler(random_logits(), [1]).token == 6
 
     @pytest.mark.parametrize("change", ["shape", "dtype", "base"])
-    def test_that_change_what_the_logits_are_are_named(self, change: str) -> None:
+    def test_that_change_what_the_logits_are_are_named(self, change):
         def broken(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
             if change == "base":
                 assert logits.base is not None
@@ -214,7 +214,7 @@ class TestOwnProcessors:
             sampler(random_logits(), [1])
 
     @pytest.mark.parametrize("value", [math.nan, math.inf])
-    def test_are_not_blamed_for_the_model(self, value: float) -> None:
+    def test_are_not_blamed_for_the_model(self, value):
         logits = random_logits()
         logits[4] = value
         sampler = make_sampler(
@@ -244,7 +244,7 @@ class OnlyTokens:
 
 class TestGuide:
     @pytest.mark.parametrize("params", [{"temperature": 0}, {}, {"top_k": 1}, {"top_p": 0.2}, {"xtc_probability": 1.0}])
-    def test_has_the_last_word_on_what_is_allowed(self, params: dict[str, Any]) -> None:
+    def test_has_the_last_word_on_what_is_allowed(self, params):
         def flood(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
             return np.where(np.arange(SIZE) == 3, np.float32(30), logits)
 
@@ -257,7 +257,7 @@ class TestGuide:
             tokens.append(sampler(random_logits(position), tokens).token)
         assert guide.accepted == tokens and set(tokens) <= {5, 8, 13}
 
-    def test_that_leaves_nothing_fails(self) -> None:
+    def test_that_leaves_nothing_fails(self):
         for params in ({"banned_tokens": (5,)}, {"allowed_tokens": (6, 7)}):
             sampler = make_sampler(
                 SamplingContext(SamplingParams(**params), SIZE, prompt_length=0, guide=OnlyTokens(5))
@@ -265,7 +265,7 @@ class TestGuide:
             with pytest.raises(GrammarError, match="leaves no token at position 3"):
                 sampler(random_logits(), [1, 2, 3])
 
-    def test_is_told_nothing_when_the_step_fails(self) -> None:
+    def test_is_told_nothing_when_the_step_fails(self):
         guide = OnlyTokens(5)
         sampler = make_sampler(SamplingContext(SamplingParams(), SIZE, prompt_length=0, guide=guide))
         with pytest.raises(RequestError, match="the model's logits are all -inf"):
@@ -273,7 +273,7 @@ class TestGuide:
         assert guide.accepted == []
 
 
-def test_settings_that_leave_no_token_are_named() -> None:
+def test_settings_that_leave_no_token_are_named():
     logits = np.full(SIZE, -np.inf, np.float32)
     logits[EOS[0]] = 1.0
     for params in ({"temperature": 0}, {"top_p": 0.5}, {"top_n_sigma": 0.5}):
@@ -295,14 +295,14 @@ def test_settings_that_leave_no_token_are_named() -> None:
     ],
     ids=str,
 )
-def test_the_callers_logits_stay_as_they_are(params: dict[str, Any]) -> None:
+def test_the_callers_logits_stay_as_they_are(params):
     logits = random_logits()
     logits.flags.writeable = False
     make_sampler(SamplingContext(SamplingParams(**params), SIZE, prompt_length=0))(logits, [1, 2, 3, 1, 2])
     np.testing.assert_array_equal(logits, random_logits())
 
 
-def test_processors_for_searches_may_switch_between_sequences() -> None:
+def test_processors_for_searches_may_switch_between_sequences():
     params = SamplingParams(
         repetition_penalty=1.3, presence_penalty=0.5, dry_multiplier=0.8, no_repeat_ngram_size=2, num_beams=2
     )
@@ -315,7 +315,7 @@ def test_processors_for_searches_may_switch_between_sequences() -> None:
         np.testing.assert_array_equal(found, expected)
 
 
-def test_sequences_of_one_request_draw_differently_and_repeatably() -> None:
+def test_sequences_of_one_request_draw_differently_and_repeatably():
     def draws(seed: int, index: int) -> list[int]:
         sampler = make_sampler(SamplingContext(SamplingParams(seed=seed), SIZE, prompt_length=0), index)
         return [sampler(np.zeros(SIZE, np.float32), [0] * position).token for position in range(20)]

@@ -136,7 +136,7 @@ def draw_counts(sampler: Sampler, logits: np.ndarray, tokens: list[int], draws: 
 
 
 class TestSteps:
-    def test_run_in_the_documented_order_if_they_are_asked_for(self) -> None:
+    def test_run_in_the_documented_order_if_they_are_asked_for(self):
         own = [lambda tokens, logits: logits]
         context = SamplingContext(SamplingParams(**EVERYTHING), SIZE, 0, (2,), own, Anything())
         assert [*build(PROCESSORS, context)] == [*PROCESSORS] and [*build(CUTS, context), "mirostat"] == [*CUTS]
@@ -147,12 +147,12 @@ class TestSteps:
 
     @pytest.mark.parametrize("params", SETTINGS, ids=str)
     @pytest.mark.parametrize("size", [50, 4099])
-    def test_leave_what_transformers_leaves(self, params: dict[str, Any], size: int) -> None:
+    def test_leave_what_transformers_leaves(self, params, size):
         logits = random_logits(size)
         expected = chain_of_transformers([1], logits, **params)
         np.testing.assert_allclose(run([1], logits, **params), expected, atol=SCORE_TOLERANCE)
 
-    def test_all_together_leave_what_transformers_leaves(self) -> None:
+    def test_all_together_leave_what_transformers_leaves(self):
         tokens, logits = [5, 6, 7, 8, 5, 6], random_logits()
         params = {"logit_bias": ((5, 9.0),), "repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "temperature": 0.7}
         params |= {"top_k": 60, "top_p": 0.9, "min_p": 0.02}
@@ -163,25 +163,25 @@ class TestSteps:
         assert not np.allclose(found, other, atol=SCORE_TOLERANCE)
 
     @pytest.mark.parametrize("other", [{"temperature": 0.81}, {"top_p": 0.91}], ids=str)
-    def test_of_another_parameter_fail_that_check(self, other: dict[str, Any]) -> None:
+    def test_of_another_parameter_fail_that_check(self, other):
         params = {"temperature": 0.8, "top_p": 0.9}
         expected = chain_of_transformers([1], random_logits(1000), **{**params, **other})
         assert not np.allclose(run([1], random_logits(1000), **params), expected, atol=SCORE_TOLERANCE)
 
     @pytest.mark.parametrize("temperature", [5e-324, 1e-9])
     @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e30])
-    def test_of_a_tiny_temperature_are_greedy(self, temperature: float, scale: float) -> None:
+    def test_of_a_tiny_temperature_are_greedy(self, temperature, scale):
         logits = random_logits(3000) * np.float32(scale)
         token = sampler_of(3000, temperature=temperature, top_p=0.9)(logits, []).token
         assert token == logits.argmax()
 
-    def test_of_a_huge_temperature_leave_all_even(self) -> None:
+    def test_of_a_huge_temperature_leave_all_even(self):
         np.testing.assert_allclose(softmax(run([], random_logits(64), temperature=1e300)), 1 / 64, atol=SCORE_TOLERANCE)
 
 
 class TestDraws:
     @pytest.mark.parametrize("params", [*SETTINGS, *PENALIZED], ids=str)
-    def test_follow_the_distribution_that_the_steps_leave(self, params: dict[str, Any]) -> None:
+    def test_follow_the_distribution_that_the_steps_leave(self, params):
         assert self.deviations(params, params) < CHI_SQUARE_DEVIATIONS
 
     @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ class TestDraws:
         ],
         ids=str,
     )
-    def test_of_other_parameters_fail_that_check(self, params: dict[str, Any], wrong: dict[str, Any]) -> None:
+    def test_of_other_parameters_fail_that_check(self, params, wrong):
         assert self.deviations(params, wrong) > CHI_SQUARE_DEVIATIONS
 
     def deviations(self, params: dict[str, Any], expected: dict[str, Any]) -> float:
@@ -203,7 +203,7 @@ class TestDraws:
         counts = draw_counts(sampler_of(**params), logits, history, 2000)
         return chi_square_deviations(counts, softmax(run(history, logits, **expected)))
 
-    def test_with_xtc_drop_the_likely_tokens_as_often_as_asked(self) -> None:
+    def test_with_xtc_drop_the_likely_tokens_as_often_as_asked(self):
         logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
         params = SamplingParams(seed=2, xtc_probability=0.3, xtc_threshold=0.15)
         kept, dropped = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.0, 0.0, 2 / 3, 1 / 3])
@@ -213,13 +213,13 @@ class TestDraws:
             assert chi_square_deviations(counts, right) < CHI_SQUARE_DEVIATIONS
             assert chi_square_deviations(counts, 0.55 * kept + 0.45 * dropped) > CHI_SQUARE_DEVIATIONS
 
-    def test_do_not_depend_on_a_shift_of_the_logits(self) -> None:
+    def test_do_not_depend_on_a_shift_of_the_logits(self):
         logits = np.round(random_logits(3000) * 64) / 64  # exact after the shift
         sampler = sampler_of(3000, temperature=0.5, top_p=0.9, seed=3)
         for shift in (-300.0, 1e5):
             assert sampler(logits + np.float32(shift), [1]) == sampler(logits, [1])
 
-    def test_leave_the_logits_as_they_are(self) -> None:
+    def test_leave_the_logits_as_they_are(self):
         for params in (*SETTINGS, *PENALIZED):
             logits = random_logits()
             sampler_of(**params)(logits, [1, 2])
@@ -231,7 +231,7 @@ class TestDraws:
     point=st.one_of(st.floats(0, 1, exclude_max=True), st.just(1 - 2**-53)),
 )
 @settings(max_examples=100, deadline=None)
-def test_a_draw_finds_the_weight_that_a_point_falls_into(weights: list[float], point: float) -> None:
+def test_a_draw_finds_the_weight_that_a_point_falls_into(weights, point):
     values = np.array([*weights, 1.0, 0.0], np.float32)
     ends = values.astype(np.float64).cumsum()
     index = pick(values, point)
@@ -241,7 +241,7 @@ def test_a_draw_finds_the_weight_that_a_point_falls_into(weights: list[float], p
 
 
 class TestGreedy:
-    def test_takes_the_lowest_of_the_largest_logits_whatever_the_cuts_say(self) -> None:
+    def test_takes_the_lowest_of_the_largest_logits_whatever_the_cuts_say(self):
         for params in ({"xtc_probability": 1.0, "xtc_threshold": 0.0}, {"top_p": 0.1}, {"top_k": 3}):
             sampler = sampler_of(4, temperature=0, **params)
             assert sampler(np.array([1, 7, 7, 2], np.float32), []).token == 1 and sampler.seed is None
@@ -249,32 +249,32 @@ class TestGreedy:
 
 class TestSeeds:
     @pytest.mark.parametrize("params", [*SETTINGS, *PENALIZED], ids=str)
-    def test_repeat_the_tokens_also_when_the_sampler_is_made_anew_in_the_middle(self, params: dict[str, Any]) -> None:
+    def test_repeat_the_tokens_also_when_the_sampler_is_made_anew_in_the_middle(self, params):
         whole, tokens = sampler_of(**params, seed=5), [1, 2]
         for position in range(30):
             token = whole(random_logits(seed=position % 5), tokens).token
             assert sampler_of(**params, seed=5)(random_logits(seed=position % 5), tokens).token == token
             tokens.append(token)
 
-    def test_that_differ_give_other_tokens(self) -> None:
+    def test_that_differ_give_other_tokens(self):
         logits = random_logits(10_000, 0.1)
         tokens = {sampler_of(10_000, seed=seed)(logits, [0] * p).token for seed in range(5) for p in range(5)}
         assert len(tokens) > 20
 
-    def test_are_drawn_and_reported_if_none_is_given(self) -> None:
+    def test_are_drawn_and_reported_if_none_is_given(self):
         logits, sampler = random_logits(), sampler_of()
         assert sampler.seed is not None and sampler.seed != sampler_of().seed
         again = sampler_of(seed=sampler.seed)
         assert all(sampler(logits, [0] * p) == again(logits, [0] * p) for p in range(20))
 
-    def test_give_numbers_of_splitmix64(self) -> None:
+    def test_give_numbers_of_splitmix64(self):
         # First outputs of https://prng.di.unimi.it/splitmix64.c from the states 0 and 1234567.
         first, other = 0xE220A8397B1DCDAF, 6457827717110365317
         assert uniform(0, first, first) == (first >> 11) * 2.0**-53
         assert uniform(0, first, first ^ 1234567) == (other >> 11) * 2.0**-53
         assert uniform(1, 2, 3) == 0.814259011529328  # results of released versions must stay repeatable
 
-    def test_give_uniform_numbers_along_every_argument(self) -> None:
+    def test_give_uniform_numbers_along_every_argument(self):
         for arguments in ([(i, 0, 0) for i in range(8000)], [(0, i, 1) for i in range(8000)]):
             numbers = np.array([uniform(*each) for each in arguments])
             counts = np.histogram(numbers, bins=50, range=(0, 1))[0]
@@ -284,7 +284,7 @@ class TestSeeds:
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, *SETTINGS], ids=str)
 @pytest.mark.parametrize(("value", "message"), [(math.nan, "hold NaN"), (math.inf, r"hold \+inf"), (-math.inf, "all")])
-def test_bad_logits_are_refused_by_name(params: dict[str, Any], value: float, message: str) -> None:
+def test_bad_logits_are_refused_by_name(params, value, message):
     logits = np.full(SIZE, -np.inf, np.float32)
     logits[123] = value
     with pytest.raises(RequestError, match=message):
@@ -293,14 +293,14 @@ def test_bad_logits_are_refused_by_name(params: dict[str, Any], value: float, me
 
 @pytest.mark.parametrize("size", [1, 63, 64, 129, 4096])
 @pytest.mark.parametrize("k", [1, 7, 100])
-def test_the_most_probable_are_those_of_a_stable_sort(size: int, k: int) -> None:
+def test_the_most_probable_are_those_of_a_stable_sort(size, k):
     values = np.random.default_rng(size).integers(0, 50, size).astype(np.float32)  # with many equals
     assert most_probable(values, k).tolist() == np.argsort(-values, kind="stable")[:k].tolist()
     values[1:] = -np.inf
     assert most_probable(values, k).tolist() == [0]
 
 
-def test_a_function_that_keeps_the_logits_it_saw_sees_nobody_elses() -> None:
+def test_a_function_that_keeps_the_logits_it_saw_sees_nobody_elses():
     kept: list[np.ndarray] = []
 
     def keep(tokens: Sequence[int], seen: np.ndarray) -> np.ndarray:

@@ -135,9 +135,7 @@ def some_logits(draw: st.DrawFn) -> np.ndarray:
 class TestEveryTruncation:
     @settings(max_examples=60, deadline=None, derandomize=True)
     @given(logits=some_logits(), data=st.data())
-    def test_keeps_what_the_paper_and_transformers_keep(
-        self, name: str, logits: np.ndarray, data: st.DataObject
-    ) -> None:
+    def test_keeps_what_the_paper_and_transformers_keep(self, name, logits, data):
         rule, _, values, warper = RULES[name]
         value = data.draw(st.sampled_from(values))
         kept = truncate(rule, logits, value)
@@ -149,13 +147,13 @@ class TestEveryTruncation:
             assert np.array_equal(kept, expected)
 
     @pytest.mark.parametrize(("deviation", "peaks"), [(1.0, 0), (2.5, 20), (8.0, 0)])
-    def test_keeps_it_on_a_real_vocabulary(self, name: str, deviation: float, peaks: int) -> None:
+    def test_keeps_it_on_a_real_vocabulary(self, name, deviation, peaks):
         rule, _, values, _ = RULES[name]
         logits = make_logits(151_936, deviation, 5, peaks)
         for value in values[1:-1]:
             assert agrees(name, logits, value, truncate(rule, logits, value))
 
-    def test_at_another_value_fails_that_check(self, name: str) -> None:
+    def test_at_another_value_fails_that_check(self, name):
         rule, _, values, _ = RULES[name]
         logits = make_logits(1000, 1.5, 1)
         others = [value + 1 if name == "top_k" else value * 0.98 for value in values]
@@ -166,7 +164,7 @@ class TestEveryTruncation:
 
     @settings(max_examples=30, deadline=None, derandomize=True)
     @given(levels=st.integers(1, 6), size=st.sampled_from(SIZES), seed=st.integers(0, 9999), data=st.data())
-    def test_keeps_equals_together(self, name: str, levels: int, size: int, seed: int, data: st.DataObject) -> None:
+    def test_keeps_equals_together(self, name, levels, size, seed, data):
         rule, _, values, _ = RULES[name]
         value = data.draw(st.sampled_from(values))
         logits = np.random.default_rng(seed).integers(0, levels, size).astype(np.float32)
@@ -176,7 +174,7 @@ class TestEveryTruncation:
             assert np.unique(kept[logits == level]).size == 1
 
     @pytest.mark.parametrize("size", [1, 10, 3000])
-    def test_keeps_the_only_possible_token(self, name: str, size: int) -> None:
+    def test_keeps_the_only_possible_token(self, name, size):
         rule, _, values, _ = RULES[name]
         logits = np.full(size, -np.inf, np.float32)
         logits[size // 2] = -3.0
@@ -184,7 +182,7 @@ class TestEveryTruncation:
             assert np.flatnonzero(truncate(rule, logits, value)).tolist() == [size // 2]
 
     @pytest.mark.parametrize("scale", [1e-30, 1e5, 1e30, 3e38])
-    def test_takes_logits_of_any_finite_size(self, name: str, scale: float) -> None:
+    def test_takes_logits_of_any_finite_size(self, name, scale):
         rule, _, values, _ = RULES[name]
         logits = np.linspace(-1.0, 1.0, 3000, dtype=np.float32) * np.float32(scale)
         for value in values:
@@ -195,9 +193,7 @@ class TestEveryTruncation:
 @pytest.mark.parametrize("size", [10, 20_000])
 @pytest.mark.parametrize("deviation", [0.0, 1.0, 40.0])
 @pytest.mark.parametrize("missing", [2.0**-53, 1e-8])
-def test_a_mass_just_below_1_keeps_all_that_holds_it(
-    rule: Truncation, size: int, deviation: float, missing: float
-) -> None:
+def test_a_mass_just_below_1_keeps_all_that_holds_it(rule, size, deviation, missing):
     logits = make_logits(size, deviation, 2)
     p = probabilities64(logits)
     assert p[~truncate(rule, logits, 1 - missing)].sum() <= missing + EDGE_TOLERANCE * missing + 2.0**-50
@@ -205,22 +201,19 @@ def test_a_mass_just_below_1_keeps_all_that_holds_it(
 
 @pytest.mark.parametrize("rule", [top_p, typical_p])
 @pytest.mark.parametrize("size", [10, 20_000])
-def test_a_mass_just_above_0_keeps_one(rule: Truncation, size: int) -> None:
+def test_a_mass_just_above_0_keeps_one(rule, size):
     assert truncate(rule, make_logits(size, 1.0, 2), 1e-300).sum() == 1
 
 
-def test_typical_p_cuts_a_peak_that_is_too_predictable() -> None:
+def test_typical_p_cuts_a_peak_that_is_too_predictable():
     p = np.array([0.3] + [0.07] * 10)  # entropy 2.22, surprises 1.20 and 2.66
     assert truncate(typical_p, np.log(p).astype(np.float32), 0.5).tolist() == [False] + [True] * 10
 
 
-def test_top_n_sigma_is_of_the_whole_population() -> None:
+def test_top_n_sigma_is_of_the_whole_population():
     logits = np.array([2.0, 0.0], np.float32)  # deviation 1 for the population, 1.41 for a sample
     assert truncate(top_n_sigma, logits, 1.9).tolist() == [True, False]
     assert truncate(top_n_sigma, logits, 2.0).tolist() == [True, True]
-
-
-# ------------------------------------------------------------------------------------------------------------------ xtc
 
 
 def transcription(logits: np.ndarray, threshold: float, protected: Collection[int]) -> np.ndarray:
@@ -246,16 +239,14 @@ def run_xtc(logits: np.ndarray, threshold: float, protected: Collection[int] = (
     threshold=st.sampled_from([1e-4, 0.02, 0.1, 0.3, 0.5]),
     protected=st.sampled_from([(), (0,), (1, 3)]),
 )
-def test_xtc_equals_the_transcription(
-    size: int, deviation: float, seed: int, threshold: float, protected: tuple[int, ...]
-) -> None:
+def test_xtc_equals_the_transcription(size, deviation, seed, threshold, protected):
     logits = make_logits(size, deviation, seed)
     if np.any(np.abs(probabilities64(logits) / threshold - 1) < EDGE_TOLERANCE):
         return
     assert np.array_equal(run_xtc(logits, threshold, protected), transcription(logits, threshold, protected))
 
 
-def test_xtc_of_another_threshold_fails_that_check() -> None:
+def test_xtc_of_another_threshold_fails_that_check():
     logits = make_logits(50, 3.0, 0)
     assert not np.array_equal(run_xtc(logits, 0.09), transcription(logits, 0.03, ()))
 
@@ -269,5 +260,5 @@ def test_xtc_of_another_threshold_fails_that_check() -> None:
         ([9.0, 0.0, -1.0], 0.1, [True, True, True]),  # a single choice
     ],
 )
-def test_xtc_keeps_the_least_probable_of_the_choices(logits: list[float], threshold: float, kept: list[bool]) -> None:
+def test_xtc_keeps_the_least_probable_of_the_choices(logits, threshold, kept):
     assert run_xtc(np.array(logits, np.float32), threshold).tolist() == kept

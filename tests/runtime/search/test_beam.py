@@ -113,8 +113,6 @@ def test_processors_see_prompt_and_new_tokens_of_their_beam(made_up, decode):
     assert plain[0].token_ids[:2] in {tokens[2:] for tokens in seen[-2:]}
 
 
-# ------------------------------------------------------------------------------------------- arithmetic, ends, failures
-
 # Rounding of a float32 logarithm of magnitude up to about 20.
 LOG_TOLERANCE = 4e-6
 

@@ -86,7 +86,7 @@ def client(address: str) -> Iterator[openai.OpenAI]:
 
 class TestClients:
     @pytest.mark.parametrize("name", ["sql", "tiny"])
-    def test_of_openai_name_one_as_their_model(self, client: openai.OpenAI, texts: Any, name: str):
+    def test_of_openai_name_one_as_their_model(self, client, texts, name):
         chat = client.chat.completions.create(model=name, messages=TURNS, **GREEDY)
         assert (chat.model, chat.choices[0].message.content) == (name, texts[name, False])
         pieces = client.chat.completions.create(model=name, messages=TURNS, stream=True, **GREEDY)
@@ -97,20 +97,20 @@ class TestClients:
         assert (answer.model, answer.output_text) == (name, texts[name, False])
 
     @pytest.mark.parametrize("name", ["sql", "tiny"])
-    def test_of_anthropic_name_one_as_their_model(self, address: str, texts: Any, name: str):
+    def test_of_anthropic_name_one_as_their_model(self, address, texts, name):
         with anthropic.Anthropic(base_url=address, api_key=key("admin"), max_retries=0) as client:
             answer = client.messages.create(model=name, messages=TURNS, max_tokens=6, extra_body={"temperature": 0})
         block: Any = answer.content[0]
         assert (answer.model, block.text) == (name, texts[name, False])
 
     @pytest.mark.parametrize("name", ["sql", "sql:latest", "tiny"])
-    def test_of_ollama_name_one_as_their_model(self, ask: Any, texts: Any, name: str):
+    def test_of_ollama_name_one_as_their_model(self, ask, texts, name):
         body = {"model": name, "stream": False, "options": {"temperature": 0, "num_predict": 6}}
         base = name.removesuffix(":latest")
         assert ask("admin", "/api/chat", messages=TURNS, **body).json()["message"]["content"] == texts[base, False]
         assert ask("admin", "/api/generate", prompt=PROMPT, raw=True, **body).json()["response"] == texts[base, True]
 
-    def test_see_it_below_its_base(self, client: openai.OpenAI, ask: Any):
+    def test_see_it_below_its_base(self, client, ask):
         listed = {model.id: model.model_dump() for model in client.models.list()}
         assert [(name, it["root"], it["parent"]) for name, it in listed.items()] == [
             ("tiny", "tiny", None),
@@ -122,7 +122,7 @@ class TestClients:
             assert found == {"tiny": "", "sql": "tiny"}
         assert ask("admin", "/api/show", model="sql").json()["details"]["parent_model"] == "tiny"
 
-    def test_count_tokens_with_either_name(self, client: openai.OpenAI, ask: Any):
+    def test_count_tokens_with_either_name(self, client, ask):
         path = "/v1/responses/input_tokens"
         assert (
             ask("own", path, model="sql", input=PROMPT).json() == ask("base", path, model="tiny", input=PROMPT).json()
@@ -131,7 +131,7 @@ class TestClients:
 
 class TestKeys:
     @pytest.mark.threat("adapter-rights")
-    def test_of_a_base_are_not_for_its_adapters_and_the_other_way_round(self, ask: Any):
+    def test_of_a_base_are_not_for_its_adapters_and_the_other_way_round(self, ask):
         for name, own, other in (("base", "tiny", "sql"), ("own", "sql", "tiny")):
             assert [it["id"] for it in ask(name, "/v1/models", "GET").json()["data"]] == [own]
             assert ask(name, "/v1/completions", prompt="a", max_tokens=1).json()["model"] == own
@@ -140,7 +140,7 @@ class TestKeys:
                 assert refused.status_code == 403 and f"'{name}' is not for the model '{other}'" in refused.text
 
     @pytest.mark.threat("adapter-rights")
-    def test_see_no_other_adapter_when_theirs_goes_while_its_model_is_loaded(self, ask: Any, monkeypatch):
+    def test_see_no_other_adapter_when_theirs_goes_while_its_model_is_loaded(self, ask, monkeypatch):
         lease = Pool.lease
 
         @asynccontextmanager
@@ -157,13 +157,13 @@ class TestKeys:
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
         assert "law" not in refused.text
 
-    def test_see_the_states_of_models_alone(self, ask: Any):
+    def test_see_the_states_of_models_alone(self, ask):
         assert ask("own", "/ready", "GET").json()["models"] == {}
         assert ask("base", "/ready", "GET").json()["models"].keys() == {"tiny"}
 
 
 class TestAdmins:
-    def test_unload_and_load_one_while_its_base_serves(self, ask: Any, texts: Any):
+    def test_unload_and_load_one_while_its_base_serves(self, ask, texts):
         asked = {"prompt": PROMPT, **GREEDY}
         left = ask("admin", "/admin/models/tiny/adapters/sql/unload")
         assert left.status_code == 200 and (left.json()["adapters"], left.json()["loads"]) == ([], 1)
@@ -178,7 +178,7 @@ class TestAdmins:
         assert ask("admin", "/v1/completions", model="sql", **asked).json()["choices"][0]["text"] == texts["sql", True]
         assert ask("admin", "/admin/models/tiny/adapters/sql/load").status_code == 400  # it is loaded already
 
-    def test_unload_one_under_its_requests_which_end_as_ever(self, ask: Any):
+    def test_unload_one_under_its_requests_which_end_as_ever(self, ask):
         given: dict[str, Any] = {"model": "sql", "temperature": 0, "max_tokens": 300, "ignore_eos": True}
         bodies: dict[str, Any] = {"/v1/completions": {"prompt": PROMPT}}
         bodies |= {path: {"messages": TURNS} for path in ("/v1/chat/completions", "/v1/messages")}
@@ -193,20 +193,20 @@ class TestAdmins:
 
     @pytest.mark.threat("adapter-rights")
     @pytest.mark.parametrize("name", ["none", "..", "%2e%2e", "..%2f..", "%2fetc"])
-    def test_reach_no_folder_but_those_of_the_bundle(self, ask: Any, folder: Path, name: str):
+    def test_reach_no_folder_but_those_of_the_bundle(self, ask, folder, name):
         refused = ask("admin", f"/admin/models/tiny/adapters/{name}/load")
         assert refused.status_code in (400, 404) and str(folder.parent) not in refused.text
         assert ask("admin", "/admin/models", "GET").json()["data"][0]["adapters"] == ["sql"]
 
     @pytest.mark.threat("adapter-rights")
     @pytest.mark.parametrize("what", ["load", "unload"])
-    def test_alone_do(self, ask: Any, what: str):
+    def test_alone_do(self, ask, what):
         assert ask("base", f"/admin/models/tiny/adapters/sql/{what}").status_code == 403
         assert ask("admin", f"/admin/models/none/adapters/sql/{what}").status_code == 404
 
     @pytest.mark.threat("admin")
     @pytest.mark.parametrize("what", ["load", "unload"])
-    def test_of_some_models_reach_and_see_no_other_adapter(self, ask: Any, what: str):
+    def test_of_some_models_reach_and_see_no_other_adapter(self, ask, what):
         for name in ("sql", "none"):
             refused = ask("some", f"/admin/models/tiny/adapters/{name}/{what}")
             assert refused.status_code == 403 and "'sql'" not in refused.text.replace("the model 'sql'", "")
@@ -215,12 +215,12 @@ class TestAdmins:
         assert missing.status_code == 400 and "sql" not in missing.text
 
     @pytest.mark.parametrize("what", ["reload", "unload"])
-    def test_name_models_where_models_are_loaded(self, ask: Any, what: str):
+    def test_name_models_where_models_are_loaded(self, ask, what):
         assert ask("admin", f"/admin/models/sql/{what}").status_code == 404
 
     @pytest.mark.threat("adapter-files")
     @pytest.mark.parametrize("kind", ["file", "link"])
-    def test_find_no_adapter_that_is_no_folder(self, ask: Any, folder: Path, kind: str):
+    def test_find_no_adapter_that_is_no_folder(self, ask, folder, kind):
         """Nor is anything that stands there in the way of the model."""
         stray = folder / ADAPTERS_FOLDER / "stray"
         stray.symlink_to(folder / ADAPTERS_FOLDER / "sql") if kind == "link" else stray.write_text("")
@@ -229,7 +229,7 @@ class TestAdmins:
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "adapter"
         assert reloaded.is_success
 
-    def test_are_told_of_a_damaged_one_by_its_name(self, ask: Any, folder: Path):
+    def test_are_told_of_a_damaged_one_by_its_name(self, ask, folder):
         damaged = folder / ADAPTERS_FOLDER / "damaged"
         shutil.copytree(folder / ADAPTERS_FOLDER / "sql", damaged)
         (damaged / "factors.npy").write_bytes(b"none")

@@ -45,7 +45,7 @@ def agents(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.mark.parametrize("name", REQUESTS)
 @pytest.mark.parametrize("model", ["calls", "thinks"])
 @pytest.mark.parametrize("streams", [True, False])
-def test_claude_codes_requests_are_answered(agents: httpx.Client, name: str, model: str, streams: bool):
+def test_claude_codes_requests_are_answered(agents, name, model, streams):
     body = {**REQUESTS[name], **SMALL, "model": model, "stream": streams, "max_tokens": 4}
     answer = agents.post(RECORD["path"], json=body)
     assert answer.status_code == 200, answer.text
@@ -57,7 +57,7 @@ def test_claude_codes_requests_are_answered(agents: httpx.Client, name: str, mod
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_the_official_client_counts_them(agents: httpx.Client, name: str):
+def test_the_official_client_counts_them(agents, name):
     body = {key: value for key, value in REQUESTS[name].items() if key not in ("stream", "max_tokens", "metadata")}
     with anthropic.Anthropic(base_url=str(agents.base_url), api_key="none", max_retries=0) as client:
         counted = client.beta.messages.count_tokens(**{**body, "model": "calls"}).input_tokens
@@ -68,7 +68,7 @@ def test_the_official_client_counts_them(agents: httpx.Client, name: str):
         assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
-def test_one_that_is_cancelled_ends(agents: httpx.Client):
+def test_one_that_is_cancelled_ends(agents):
     body: dict[str, Any] = {**REQUESTS["first"], **SMALL, "model": "thinks", "max_tokens": 400, "ignore_eos": True}
     with agents.stream("POST", RECORD["path"], json=body) as answer:
         assert answer.status_code == 200 and next(answer.iter_bytes())
@@ -78,7 +78,7 @@ def test_one_that_is_cancelled_ends(agents: httpx.Client):
         time.sleep(0.01)
 
 
-def test_thoughts_that_the_template_always_begins_end_at_once_where_they_are_unwanted(agents: httpx.Client):
+def test_thoughts_that_the_template_always_begins_end_at_once_where_they_are_unwanted(agents):
     body = {**REQUESTS["title"], "model": "always", "max_tokens": 12, "thinking": {"type": "disabled"}}
     body["output_config"] = {"effort": "high"}
     whole = agents.post(RECORD["path"], json={**body, "stream": False}).json()

@@ -2,7 +2,6 @@
 
 import inspect
 
-import httpx2 as httpx
 import pytest
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
@@ -32,7 +31,7 @@ READ += ["/openapi.json"]
 
 
 @pytest.mark.parametrize("path", [*READ, "/v1/models/other", "/v1/nothing"])
-def test_head_is_get_without_the_body(able_http: httpx.Client, path: str):
+def test_head_is_get_without_the_body(able_http, path):
     got, head = able_http.get(path), able_http.head(path)
     assert head.status_code == got.status_code and head.content == b""
     changing = {"date", "x-request-id", "request-id"} | ({"content-length"} if path == "/metrics" else set())
@@ -41,7 +40,7 @@ def test_head_is_get_without_the_body(able_http: httpx.Client, path: str):
     }
 
 
-def test_head_of_what_is_stored_and_of_what_takes_a_body(able_http: httpx.Client):
+def test_head_of_what_is_stored_and_of_what_takes_a_body(able_http):
     stored = able_http.post("/v1/responses", json={"model": "able", "input": "a", "max_output_tokens": 1}).json()["id"]
     for path in (f"/v1/responses/{stored}", f"/v1/responses/{stored}/input_items?limit=1"):
         assert able_http.head(path).status_code == 200

@@ -4,21 +4,12 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from doubles.refusals import about
 
 from llmc.errors import UsageError
-from llmc.runtime.server.config import (
-    ANY_TOKENS,
-    ServerConfig,
-    Setting,
-    describe_values,
-    is_local,
-    read_config,
-    settings,
-)
+from llmc.runtime.server.config import ANY_TOKENS, ServerConfig, describe_values, is_local, read_config, settings
 
 
 def written(folder: Path, content: str) -> Path:
@@ -28,7 +19,7 @@ def written(folder: Path, content: str) -> Path:
 
 
 class TestFile:
-    def test_gives_the_settings_and_flags_win(self, tmp_path: Path):
+    def test_gives_the_settings_and_flags_win(self, tmp_path):
         path = written(tmp_path, 'port = 9000\nbody_timeout_s = 5\nlog_format = "text"\n[models]\ntiny = "a"\n')
         config = read_config(path, {"port": 9001, "host": None})
         assert (config.port, config.host, config.body_timeout_s) == (9001, "127.0.0.1", 5.0)
@@ -36,14 +27,14 @@ class TestFile:
 
     @pytest.mark.parametrize("setting", settings(), ids=lambda setting: setting.name)
     @pytest.mark.parametrize("value", ["[[7]]", f"1{'0' * 400}"], ids=["of another kind", "beyond all numbers"])
-    def test_is_refused_with_what_was_found_and_expected(self, tmp_path: Path, setting: Setting, value: str):
+    def test_is_refused_with_what_was_found_and_expected(self, tmp_path, setting, value):
         path = written(tmp_path, f"{setting.name} = {value}")
         with pytest.raises(UsageError, check=about(setting.name)) as refused:
             read_config(path)
         found, expected = refused.value.problem.split(", expected ")
         assert refused.value.path == path and found.startswith("is ") and expected == describe_values(setting)
 
-    def test_names_paths_beside_itself(self, tmp_path: Path):
+    def test_names_paths_beside_itself(self, tmp_path):
         path = written(tmp_path, 'keys_file = "keys.toml"\ntls_cert = "/etc/c"\ntls_key = "k"\ndraft = "small"\n')
         config = read_config(path)
         assert config.keys_file == tmp_path / "keys.toml" and config.tls_cert == Path("/etc/c")
@@ -70,13 +61,13 @@ class TestFile:
             ("port = ", "cannot be read as settings"),
         ],
     )
-    def test_is_refused_by_its_name_and_the_key(self, tmp_path: Path, content: str, message: str):
+    def test_is_refused_by_its_name_and_the_key(self, tmp_path, content, message):
         path = written(tmp_path, content)
         with pytest.raises(UsageError) as refusal:
             read_config(path)
         assert str(path) in str(refusal.value) and message in str(refusal.value)
 
-    def test_that_is_not_there_or_not_utf_8_is_refused(self, tmp_path: Path):
+    def test_that_is_not_there_or_not_utf_8_is_refused(self, tmp_path):
         with pytest.raises(UsageError, match="cannot be read as settings: No such file"):
             read_config(tmp_path / "none.toml")
         (tmp_path / "serve.toml").write_bytes(b"\xff")
@@ -87,7 +78,7 @@ class TestFile:
 class TestTogether:
     @pytest.mark.threat("open-by-accident")
     @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.7", "box.example"])
-    def test_other_machines_are_served_with_keys_or_if_asked_to_only(self, host: str):
+    def test_other_machines_are_served_with_keys_or_if_asked_to_only(self, host):
         with pytest.raises(UsageError, match=r"no key would be asked for; give keys_file or, .*, allow_no_keys"):
             ServerConfig(host=host)
         assert ServerConfig(host=host, allow_no_keys=True).host == host
@@ -117,7 +108,7 @@ class TestTogether:
             ({"cors_origins": ("https://A.example",)}, "cors_origins holds"),
         ],
     )
-    def test_contradictions_are_refused(self, given: dict[str, Any], message: str):
+    def test_contradictions_are_refused(self, given, message):
         with pytest.raises(UsageError, match=message):
             ServerConfig(**given)
 
@@ -133,13 +124,13 @@ class TestTogether:
             "https://a/v1?",
         ],
     )
-    def test_an_upstream_is_an_address_and_no_message_shows_what_may_be_secret(self, address: str):
+    def test_an_upstream_is_an_address_and_no_message_shows_what_may_be_secret(self, address):
         with pytest.raises(UsageError, match="upstream is no address of a service") as refusal:
             ServerConfig(upstream=address)
         assert "secret" not in str(refusal.value)
 
     @pytest.mark.parametrize("address", ["http://localhost:1/v1", "http://[::1]:1/v1", "https://a.example/v1"])
-    def test_an_upstream_is_of_https_or_on_this_machine(self, address: str):
+    def test_an_upstream_is_of_https_or_on_this_machine(self, address):
         assert ServerConfig(upstream=address).upstream == address
         assert ServerConfig(upstream="http://box.example/v1", upstream_plain_http=True).upstream
 
@@ -167,7 +158,7 @@ class TestSettings:
         assert both.tool_formats == {"a": "hermes", "b": "olmo3"}
 
     @pytest.mark.parametrize("given", ["xml", "a=xml", "c=hermes", "hermes=a", ""])
-    def test_refuse_a_format_or_a_model_that_is_not_there(self, given: str):
+    def test_refuse_a_format_or_a_model_that_is_not_there(self, given):
         with pytest.raises(
             UsageError, match=f"tool_format holds '{given}', expected a format or NAME=FORMAT; .*s are "
         ):

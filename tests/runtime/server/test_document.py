@@ -55,7 +55,7 @@ def conforms(operation: Any, mode: GenerationMode) -> None:
 
 @pytest.mark.threat("documented-answers")
 @pytest.mark.parametrize("mode", GenerationMode)
-def test_every_answer_is_one_that_the_document_tells_of(document: Any, mode: GenerationMode):
+def test_every_answer_is_one_that_the_document_tells_of(document, mode):
     operations = [found.ok() for found in document.get_all_operations()]
     assert len(operations) > 12
     for operation in operations:
@@ -63,7 +63,7 @@ def test_every_answer_is_one_that_the_document_tells_of(document: Any, mode: Gen
             conforms(operation, mode)
 
 
-def test_a_wrong_answer_would_be_noticed(document: Any):
+def test_a_wrong_answer_would_be_noticed(document):
     """Of a document that promises something else."""
     raw = document.raw_schema
     raw["paths"]["/health"]["get"]["responses"]["200"]["content"]["application/json"]["schema"] = {"type": "array"}
@@ -72,7 +72,7 @@ def test_a_wrong_answer_would_be_noticed(document: Any):
         case.call_and_validate(base_url=document.get_base_url(), checks=CHECKS)
 
 
-def test_every_route_has_its_errors_in_the_form_of_its_dialect(document: Any):
+def test_every_route_has_its_errors_in_the_form_of_its_dialect(document):
     for path, operations in document.raw_schema["paths"].items():
         for operation in operations.values():
             error = operation["responses"]["400"]["content"]["application/json"]["schema"]["properties"]

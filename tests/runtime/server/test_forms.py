@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import httpx2 as httpx
 import jsonschema
 import pytest
 
@@ -64,7 +63,7 @@ def read_answer(path: str, answer: dict[str, Any]) -> tuple[str, Any]:
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 @pytest.mark.parametrize("choice", ["auto", "required", None])
-def test_calls_hold_to_their_schemas_and_texts_to_the_form(able_http: httpx.Client, path: str, choice: str | None):
+def test_calls_hold_to_their_schemas_and_texts_to_the_form(able_http, path, choice):
     body = make_body(path, **make_form(path, SCHEMA), **(make_tools(path, choice) if choice else {}))
     answer = able_http.post(path, json=body, headers=HEADERS)
     assert answer.status_code == 200, answer.text
@@ -101,9 +100,7 @@ NAMED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "form", "name"), NAMED, ids=range(len(NAMED)))
-def test_a_refused_form_has_the_name_that_the_client_wrote(
-    able_http: httpx.Client, path: str, form: dict[str, Any], name: str
-):
+def test_a_refused_form_has_the_name_that_the_client_wrote(able_http, path, form, name):
     for tools in ({}, make_tools(path, "auto") if path != COMPLETIONS else {}):
         answer = able_http.post(path, json=make_body(path, **form, **tools), headers=HEADERS)
         error = answer.json()["error"]
@@ -112,7 +109,7 @@ def test_a_refused_form_has_the_name_that_the_client_wrote(
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
-def test_a_form_that_may_begin_like_a_call_is_refused_by_its_name(able_http: httpx.Client, path: str):
+def test_a_form_that_may_begin_like_a_call_is_refused_by_its_name(able_http, path):
     is_chat = path == CHAT
     form = {"response_format": {"type": "json_object"}} if is_chat else {"text": {"format": {"type": "json_object"}}}
     body = make_body(path, **form, **make_tools(path, "auto"), tool_format="llama3")
@@ -122,7 +119,7 @@ def test_a_form_that_may_begin_like_a_call_is_refused_by_its_name(able_http: htt
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
-def test_compact_json_has_no_white_space(able_http: httpx.Client, path: str):
+def test_compact_json_has_no_white_space(able_http, path):
     form = {"structured_outputs": {"json": {**SCHEMA, "required": ["a"]}, "disable_any_whitespace": True}}
     for more in (form, {**make_form(path, SCHEMA), "compact_json": True}):
         text, _ = read_answer(path, able_http.post(path, json=make_body(path, **more), headers=HEADERS).json())

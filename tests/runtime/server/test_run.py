@@ -78,13 +78,13 @@ def opened(address: str, body: dict[str, Any]) -> socket.socket:
 
 class TestRequests:
     @pytest.mark.threat("model-memory")
-    def test_a_client_that_leaves_frees_its_row_at_once(self, process: Process, client: httpx.Client):
+    def test_a_client_that_leaves_frees_its_row_at_once(self, process, client):
         before = gauge(client, "llmc_generation_tokens_total")
         opened(process.address, ENDLESS).close()
         until(lambda: gauge(client, "llmc_num_requests_running") == 0)
         assert gauge(client, "llmc_generation_tokens_total") - before < ENDLESS["max_tokens"] / 10
 
-    def test_a_websocket_that_is_closed_frees_its_row_at_once(self, process: Process, client: httpx.Client):
+    def test_a_websocket_that_is_closed_frees_its_row_at_once(self, process, client):
         before = gauge(client, "llmc_generation_tokens_total")
         address = process.address.replace("http", "ws", 1)
         with connect(f"{address}/v1/responses") as connection:
@@ -94,7 +94,7 @@ class TestRequests:
         until(lambda: gauge(client, "llmc_num_requests_running") == 0)
         assert gauge(client, "llmc_generation_tokens_total") - before < ENDLESS["max_tokens"] / 10
 
-    def test_one_more_than_may_wait_is_told_when_to_come_again(self, process: Process, client: httpx.Client):
+    def test_one_more_than_may_wait_is_told_when_to_come_again(self, process, client):
         held = [opened(process.address, ENDLESS)]
         body = json.dumps({**ENDLESS, "stream": True}).encode()
         host, _, port = process.address.removeprefix("http://").rpartition(":")
@@ -111,7 +111,7 @@ class TestRequests:
         until(lambda: gauge(client, "llmc_num_requests_waiting") == 0)
         assert client.post("/v1/completions", json=SHORT).status_code == 200
 
-    def test_a_deadline_ends_a_request_and_a_stream_in_the_dialects_words(self, client: httpx.Client):
+    def test_a_deadline_ends_a_request_and_a_stream_in_the_dialects_words(self, client):
         late = {**ENDLESS, "deadline_s": 0.3}
         answer = client.post("/v1/completions", json=late)
         assert answer.status_code == 504 and "the deadline of 0.3 s passed" in answer.json()["error"]["message"]
@@ -122,7 +122,7 @@ class TestRequests:
 
 class TestLog:
     @pytest.mark.threat("log-privacy")
-    def test_has_a_line_for_each_request_and_no_prompt(self, process: Process, client: httpx.Client):
+    def test_has_a_line_for_each_request_and_no_prompt(self, process, client):
         body = {**SHORT, "prompt": "def my_secret(", "user": "ann"}
         client.post("/v1/completions", json=body, headers={"x-request-id": "mine-1"})
         client.get("/nowhere?my_secret")
@@ -140,7 +140,7 @@ class TestLog:
 
 class TestReload:
     def test_swaps_a_bundle_that_was_published_anew_under_load_without_a_failed_request(
-        self, process: Process, client: httpx.Client, folder: Path, tiny_bundle: Path
+        self, process, client, folder, tiny_bundle
     ):
         expected = client.post("/v1/completions", json=SHORT).json()["choices"]
         swapped, answers = threading.Event(), []
@@ -171,7 +171,7 @@ class TestReload:
         process.hear("RELOADING=1")
 
     @pytest.mark.threat("publish-damaged")
-    def test_of_a_spoilt_bundle_leaves_the_one_that_serves(self, process: Process, client: httpx.Client, folder: Path):
+    def test_of_a_spoilt_bundle_leaves_the_one_that_serves(self, process, client, folder):
         whole = (folder / "llmc.json").read_text()
         (folder / "spoilt").write_text("{}")
         (folder / "spoilt").rename(folder / "llmc.json")
@@ -183,7 +183,7 @@ class TestReload:
 
 
 @pytest.mark.threat("wire")
-def test_a_rotation_takes_keys_and_certificate_together_or_neither(tiny_bundle: Path, tmp_path: Path):
+def test_a_rotation_takes_keys_and_certificate_together_or_neither(tiny_bundle, tmp_path):
     old, new = make_certificate(tmp_path / "old"), make_certificate(tmp_path / "new")
     cert, key = (Path(shutil.copy(part, tmp_path)) for part in old)
     keys = tmp_path / "keys.toml"
@@ -253,12 +253,12 @@ def test_hundreds_of_signals_are_two_reloads():
 
 
 class TestSupervisor:
-    def test_is_told_of_life_and_readiness(self, process: Process):
+    def test_is_told_of_life_and_readiness(self, process):
         process.hear("WATCHDOG=1")
         assert len(process.lines("ready")) == 1
 
     @pytest.mark.threat("unix-socket")
-    def test_that_does_not_listen_is_not_waited_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def test_that_does_not_listen_is_not_waited_for(self, tmp_path, monkeypatch):
         with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as deaf:
             deaf.bind(str(tmp_path / "notify"))
             monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
@@ -268,9 +268,7 @@ class TestSupervisor:
 
 
 class TestStop:
-    def test_of_a_socket_that_a_killed_process_left_and_under_load_loses_nothing(
-        self, tiny_bundle: Path, tmp_path: Path
-    ):
+    def test_of_a_socket_that_a_killed_process_left_and_under_load_loses_nothing(self, tiny_bundle, tmp_path):
         place = tmp_path / "llmc.sock"
         with closing(socket.socket(socket.AF_UNIX)) as killed:
             killed.bind(str(place))
@@ -305,9 +303,7 @@ class TestStop:
             assert (kinds[-1], code) == ("response.incomplete", 1001)
             process.hear("STOPPING=1")
 
-    def test_tells_requests_that_take_too_long_and_still_ends_well(
-        self, tiny_bundle: Path, certificate: tuple[Path, Path]
-    ):
+    def test_tells_requests_that_take_too_long_and_still_ends_well(self, tiny_bundle, certificate):
         cert, key = certificate
         with service_process(STEP_S, models={"m": tiny_bundle}, drain_s=0.2, tls_cert=cert, tls_key=key) as process:
             with ThreadPoolExecutor(2) as threads, process.client(verify=False) as client:
@@ -321,7 +317,7 @@ class TestStop:
             last = json.loads(streamed.text.strip().splitlines()[-1].removeprefix("data: "))
             assert (whole.status_code, last) == (503, whole.json()) and "closed" in last["error"]["message"]
 
-    def test_told_twice_ends_at_once_with_all_that_it_had_loaded(self, tiny_bundle: Path):
+    def test_told_twice_ends_at_once_with_all_that_it_had_loaded(self, tiny_bundle):
         models = {"m": tiny_bundle, "n": tiny_bundle}
         with service_process(STEP_S, models=models, warm=("n", "m")) as process:
             assert [line["model"] for line in process.lines("model loaded")] == ["n", "m"]  # before it says ready
@@ -346,7 +342,7 @@ class TestListening:
                     pass
 
     @pytest.mark.threat("unix-socket")
-    def test_a_unix_socket_takes_no_place_that_somebody_has(self, tmp_path: Path):
+    def test_a_unix_socket_takes_no_place_that_somebody_has(self, tmp_path):
         place = tmp_path / "socket"
         config = ServerConfig(unix_socket=place)
         with open_sockets(config), pytest.raises(UsageError, check=about("unix_socket")):
@@ -358,12 +354,12 @@ class TestListening:
                 pass
         assert place.read_text() == "notes"
 
-    def test_a_path_that_is_too_long_is_named(self, tmp_path: Path):
+    def test_a_path_that_is_too_long_is_named(self, tmp_path):
         with pytest.raises(UsageError, match="cannot be listened on"):
             with open_sockets(ServerConfig(unix_socket=tmp_path / ("x" * 120))):
                 pass
 
-    def test_takes_the_sockets_that_systemd_opened(self, monkeypatch: pytest.MonkeyPatch):
+    def test_takes_the_sockets_that_systemd_opened(self, monkeypatch):
         with closing(socket.create_server(("127.0.0.1", 0))) as given:
             port = given.getsockname()[1]
             monkeypatch.setattr("llmc.runtime.server.supervisor.FIRST", os.dup(given.fileno()))
@@ -377,7 +373,7 @@ class TestListening:
         with suppress(UsageError), open_sockets(ServerConfig(port=0)) as own:
             assert own[0].getsockname()[1] != port
 
-    def test_a_certificate_that_is_none_is_refused_before_a_model_is_loaded(self, tiny_bundle: Path, tmp_path: Path):
+    def test_a_certificate_that_is_none_is_refused_before_a_model_is_loaded(self, tiny_bundle, tmp_path):
         cert = tmp_path / "cert.pem"
         cert.write_text("nonsense")
         with pytest.raises(UsageError, match=r"tls_cert .* cannot be used"):

@@ -6,6 +6,7 @@ import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,7 @@ REFUSALS = {"model": (404, "model_not_found"), "context": (400, "context_length_
 
 class TestAnswers:
     @pytest.mark.parametrize("path", ROUTES)
-    def test_pass_as_they_are_whole_and_streamed(self, box: Box, path: str):
+    def test_pass_as_they_are_whole_and_streamed(self, box, path):
         body = {"model": "gpt-9", "web_search_options": {"unknown": "here"}, **BODIES[path]}
         whole = box.ask(path, body)
         assert (whole.status_code, whole.json()) == (200, ANSWER)
@@ -196,7 +197,7 @@ class TestAnswers:
         assert {asked.line for asked in box.server.asked} == {f"POST {path} HTTP/1.1"}
 
     @pytest.mark.parametrize("reason", REFUSALS)
-    def test_come_for_each_reason_in_each_dialect(self, box: Box, reason: str):
+    def test_come_for_each_reason_in_each_dialect(self, box, reason):
         before = box.count("llmc_upstream_requests").get((reason, "200"), 0)
         for path, body in requests(reason).items():
             if reason == "busy":
@@ -209,7 +210,7 @@ class TestAnswers:
         name = "gpt-5" if reason == "model" else "tiny"
         assert {asked.body["model"] for asked in box.server.asked} == {name}
 
-    def test_come_when_a_request_has_waited_its_time_which_costs_nothing_here(self, box: Box, monkeypatch: Any):
+    def test_come_when_a_request_has_waited_its_time_which_costs_nothing_here(self, box, monkeypatch):
         service = box.app.state.service
         monkeypatch.setattr(service, "config", replace(service.config, max_queue_s=0.2))
         body = {"model": "tiny", **BODIES["/v1/completions"], "prompt": "word " * 40}
@@ -230,9 +231,7 @@ class TestAnswers:
             (BundleError("it is damaged"), 500, "box"),
         ],
     )
-    def test_come_where_room_is_missing_and_not_where_a_model_fails(
-        self, box: Box, monkeypatch: Any, error: Exception, status: int, by: str
-    ):
+    def test_come_where_room_is_missing_and_not_where_a_model_fails(self, box, monkeypatch, error, status, by):
         def refuse(name: str) -> Any:
             raise error
 
@@ -241,7 +240,7 @@ class TestAnswers:
         assert (answer.status_code, answer.headers["x-llmc-answered-by"]) == (status, by)
         assert ("x-llmc-ignored" in answer.headers) == (by == "box")  # the upstream gets all of it
 
-    def test_of_this_service_say_so_and_so_do_its_refusals(self, box: Box):
+    def test_of_this_service_say_so_and_so_do_its_refusals(self, box):
         body = {"model": "tiny", **BODIES["/v1/completions"]}
         answers = [
             box.ask("/v1/completions", body),
@@ -252,7 +251,7 @@ class TestAnswers:
         assert {answer.headers["x-llmc-answered-by"] for answer in answers} == {"box"}
         assert box.server.connections == 0
 
-    def test_come_event_by_event(self, box: Box):
+    def test_come_event_by_event(self, box):
         half = event(text("half an event"))
         box.server.answer = lambda asked: [STREAM, chunked(PIECES[0]), half[: len(half) // 2], STALL]
         with httpx.stream(
@@ -262,7 +261,7 @@ class TestAnswers:
             assert next(pieces) == PIECES[0]
             assert not box.server.left.is_set()
 
-    def test_are_refused_with_the_upstreams_own_status(self, box: Box):
+    def test_are_refused_with_the_upstreams_own_status(self, box):
         said = {"error": {"message": "too many", "code": "rate_limit_exceeded"}}
         limited = response(429, said).replace(b"\r\n\r\n", b"\r\nRetry-After: 7\r\nSet-Cookie: a=b\r\n\r\n", 1)
         box.server.answer = lambda asked: [limited]
@@ -270,7 +269,7 @@ class TestAnswers:
         assert (answer.status_code, answer.json(), answer.headers["retry-after"]) == (429, said, "7")
         assert "set-cookie" not in answer.headers
 
-    def test_reach_the_official_clients(self, box: Box):
+    def test_reach_the_official_clients(self, box):
         chat: Any = [{"role": "user", "content": SAID}]
         with openai.OpenAI(base_url=f"{box.url}/v1", api_key=client_key("ann"), max_retries=0) as client:
             found = client.chat.completions.with_raw_response.create(model="smart", messages=chat, stream=True)
@@ -289,7 +288,7 @@ def streamed(path: str) -> dict[str, Any]:
 
 class TestRequests:
     @pytest.mark.threat("upstream-privacy")
-    def test_carry_the_upstreams_key_and_nothing_of_the_clients(self, box: Box):
+    def test_carry_the_upstreams_key_and_nothing_of_the_clients(self, box):
         sent = {"cookie": "c=1", "x-forwarded-for": "10.0.0.1", "origin": box.url, "x-stainless-os": "Linux"}
         box.ask("/v1/messages", {"model": "smart", **BODIES["/v1/messages"]}, **sent)
         (asked,) = box.server.asked
@@ -308,7 +307,7 @@ class TestRequests:
         assert asked.headers["accept-encoding"] == "identity" and asked.headers["user-agent"].startswith("llmc/")
 
     @pytest.mark.threat("upstream-use")
-    def test_read_the_key_anew_and_no_log_shows_it(self, box: Box, settings: Any, tmp_path: Path, caplog: Any):
+    def test_read_the_key_anew_and_no_log_shows_it(self, box, settings, tmp_path, caplog):
         with caplog.at_level(logging.DEBUG):
             for key in ("sk-first", "sk-second"):
                 settings(upstream_key_file=secret_file(tmp_path, key))
@@ -320,7 +319,7 @@ class TestRequests:
         assert caplog.text and not any(word in caplog.text for word in ("sk-first", "sk-second", "two", SAID))
 
     @pytest.mark.threat("upstream-use")
-    def test_are_admitted_here_first(self, box: Box):
+    def test_are_admitted_here_first(self, box):
         body = {"model": "smart", **BODIES["/v1/completions"]}
         assert box.ask("/v1/completions", body, key="stranger").status_code == 401
         assert box.ask("/v1/completions", {**body, "prompt": "a" * (9 << 20)}).status_code == 413
@@ -334,7 +333,7 @@ class TestRequests:
         several = [box.ask("/v1/completions", {**body, "prompt": ["a"] * 3}, key="few").status_code for _ in range(2)]
         assert several == [200, 429] and box.server.connections == 1
 
-    def test_of_foreign_pages_are_refused_where_no_key_is_asked_for(self, box: Box):
+    def test_of_foreign_pages_are_refused_where_no_key_is_asked_for(self, box):
         open_to_all = Guarded(box.app, replace(box.upstream._config, keys_file=None))
         content = [json.dumps({"model": "smart", **BODIES["/v1/completions"]}).encode()]
         sent = {"content-type": "application/json", "content-length": str(len(content[0]))}
@@ -345,7 +344,7 @@ class TestRequests:
         assert post(origin="https://evil.example") == 403 and box.server.connections == 0
         assert post() == 200 and box.server.connections == 1
 
-    def test_keep_within_the_tokens_of_one(self, box: Box, settings: Any):
+    def test_keep_within_the_tokens_of_one(self, box, settings):
         settings(max_request_tokens=8)
         for path, body in requests("model").items():
             assert box.ask(path, body).status_code == 200, path
@@ -371,11 +370,11 @@ class TestRequests:
             ({}, False),
         ],
     )
-    def test_ask_for_so_many_tokens_over_all_outputs(self, body: dict[str, Any], within: bool):
+    def test_ask_for_so_many_tokens_over_all_outputs(self, body, within):
         assert _is_within(8, body, ("max_tokens",)) is within
 
     @pytest.mark.threat("upstream-use")
-    def test_pay_for_the_tokens_that_the_answer_tells(self, box: Box):
+    def test_pay_for_the_tokens_that_the_answer_tells(self, box):
         body = {"model": "smart", **BODIES["/v1/completions"]}
         answer = box.ask("/v1/completions", body, key="poor")
         assert (answer.status_code, answer.headers["x-ratelimit-remaining-tokens"]) == (200, "0")  # 1200 of 1000
@@ -383,7 +382,7 @@ class TestRequests:
         assert len(box.server.asked) == 1
 
     @pytest.mark.parametrize("size", [1, 7, 1000])
-    def test_pay_for_tokens_however_the_answer_is_cut(self, size: int):
+    def test_pay_for_tokens_however_the_answer_is_cut(self, size):
         answer = b'data: {"usage": {"input_tokens": 25, "output_tokens": 1}}\n\n' * 2 + b'{"output_tokens": 310}'
         meter = Meter(sent=4000)
         for at in range(0, len(answer), size):
@@ -404,7 +403,7 @@ class TestRequests:
         assert meter.tokens == 25 + 501
 
     @pytest.mark.threat("upstream-use")
-    def test_pay_for_their_prompt_if_they_leave_before_the_answer(self, box: Box):
+    def test_pay_for_their_prompt_if_they_leave_before_the_answer(self, box):
         body = {"model": "smart", **BODIES["/v1/completions"], "prompt": "a" * 4000}
         box.server.answer = lambda asked: [STALL]
         with pytest.raises(httpx.ReadTimeout):
@@ -423,7 +422,7 @@ class TestPrivacy:
     @pytest.mark.threat("upstream-privacy")
     @pytest.mark.parametrize("reason", REFUSALS)
     @pytest.mark.parametrize("by", ["key", "header"])
-    def test_nothing_of_a_local_only_request_leaves(self, box: Box, reason: str, by: str):
+    def test_nothing_of_a_local_only_request_leaves(self, box, reason, by):
         """What the recorder gets without the mark is held by the test of each reason above."""
         key, sent = ("private", {}) if by == "key" else ("ann", {"x-llmc-local-only": "true"})
         for path, body in requests(reason).items():
@@ -439,7 +438,7 @@ class TestPrivacy:
         assert box.server.connections == 0 and box.server.asked == []
         assert box.count("llmc_upstream_refusals")[reason, "local_only"] > 0
 
-    def test_a_header_that_says_false_changes_nothing_and_any_other_keeps_it_here(self, box: Box):
+    def test_a_header_that_says_false_changes_nothing_and_any_other_keeps_it_here(self, box):
         body = {"model": "smart", **BODIES["/v1/completions"]}
         for value in ("true", "1", "", "yes"):
             assert box.ask("/v1/completions", body, **{"x-llmc-local-only": value}).status_code == 404
@@ -448,7 +447,7 @@ class TestPrivacy:
         assert box.server.connections == 0
         assert box.ask("/v1/completions", body, **{"x-llmc-local-only": "False"}).status_code == 200
 
-    def test_official_clients_can_say_so(self, box: Box):
+    def test_official_clients_can_say_so(self, box):
         mark = {"x-llmc-local-only": "true"}
         chat: Any = [{"role": "user", "content": SAID}]
         with openai.OpenAI(base_url=f"{box.url}/v1", api_key=client_key("ann"), max_retries=0) as client:
@@ -461,7 +460,7 @@ class TestPrivacy:
 
     @pytest.mark.threat("upstream-privacy")
     @pytest.mark.parametrize("name", KEPT)
-    def test_what_is_kept_stays_where_it_is(self, box: Box, name: str):
+    def test_what_is_kept_stays_where_it_is(self, box, name):
         answer = box.ask("/v1/responses", {"model": "smart", **BODIES["/v1/responses"], name: "resp_1"})
         assert answer.status_code == 404 and answer.json()["error"]["param"] == name
         assert f"knows nothing of {name}" in answer.json()["error"]["message"]
@@ -469,12 +468,12 @@ class TestPrivacy:
 
     @pytest.mark.threat("upstream-privacy")
     @pytest.mark.parametrize("item", [{"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}])
-    def test_what_an_item_refers_to_is_kept_too(self, box: Box, item: dict[str, str]):
+    def test_what_an_item_refers_to_is_kept_too(self, box, item):
         answer = box.ask("/v1/responses", {"model": "smart", **BODIES["/v1/responses"], "input": [item]})
         assert answer.status_code == 404 and "knows nothing of item_reference" in answer.json()["error"]["message"]
         assert box.server.connections == 0
 
-    def test_a_stored_conversation_beyond_the_context_stays_here(self, box: Box):
+    def test_a_stored_conversation_beyond_the_context_stays_here(self, box):
         first = box.ask("/v1/responses", {"model": "tiny", "input": "Once", "max_output_tokens": 1})
         more = {"previous_response_id": first.json()["id"], **requests("context")["/v1/responses"]}
         answer = box.ask("/v1/responses", more)
@@ -491,7 +490,7 @@ class TestPrivacy:
             ("/tokenize", {"model": "smart", "prompt": SAID}),
         ],
     )
-    def test_other_routes_refuse_as_ever(self, box: Box, path: str, body: dict[str, Any]):
+    def test_other_routes_refuse_as_ever(self, box, path, body):
         assert box.ask(path, body).status_code == 404 and box.server.connections == 0
 
 
@@ -502,26 +501,29 @@ def raw(status: bytes, body: bytes = b"{}", media: bytes = b"application/json", 
     return HEAD % (status, media, len(body), more) + body
 
 
+# Each is known by what came, whatever the route, and each route has its own words for it: every failure on one route.
+FAILURES = [
+    ("status", 502, [raw(b"500 Oops", b'{"error": "stack trace"}')]),
+    ("status", 502, [raw(b"503 Busy", b"<html>", b"text/html")]),
+    ("status", 502, [raw(b"302 Found", more=b"Location: /v1/elsewhere\r\n")]),
+    ("key", 502, [raw(b"401 No", b'{"error": "wrong key sk-upst***"}')]),
+    ("form", 502, [raw(b"200 OK", b"<script>", b"text/html")]),
+    ("form", 502, [raw(b"200 OK", more=b"Content-Encoding: gzip\r\n")]),
+    ("broken", 502, [RESET]),
+    ("broken", 502, [b"no HTTP at all\r\n\r\n"]),
+    ("broken", 502, [HEAD % (b"200 OK", b"application/json", 99, b"") + b'{"half', RESET]),
+    ("timeout", 504, [STALL]),
+    ("timeout", 504, [HEAD % (b"200 OK", b"application/json", 99, b"") + b'{"half', STALL]),
+]
+
+
 class TestFailures:
     @pytest.mark.threat("upstream-failure")
-    @pytest.mark.parametrize("path", ROUTES)
     @pytest.mark.parametrize(
-        ("kind", "status", "pieces"),
-        [
-            ("status", 502, [raw(b"500 Oops", b'{"error": "stack trace"}')]),
-            ("status", 502, [raw(b"503 Busy", b"<html>", b"text/html")]),
-            ("status", 502, [raw(b"302 Found", more=b"Location: /v1/elsewhere\r\n")]),
-            ("key", 502, [raw(b"401 No", b'{"error": "wrong key sk-upst***"}')]),
-            ("form", 502, [raw(b"200 OK", b"<script>", b"text/html")]),
-            ("form", 502, [raw(b"200 OK", more=b"Content-Encoding: gzip\r\n")]),
-            ("broken", 502, [RESET]),
-            ("broken", 502, [b"no HTTP at all\r\n\r\n"]),
-            ("broken", 502, [HEAD % (b"200 OK", b"application/json", 99, b"") + b'{"half', RESET]),
-            ("timeout", 504, [STALL]),
-            ("timeout", 504, [HEAD % (b"200 OK", b"application/json", 99, b"") + b'{"half', STALL]),
-        ],
+        ("path", "kind", "status", "pieces"),
+        [(path, *failure) for path, failure in zip(cycle(ROUTES), FAILURES, strict=False)],
     )
-    def test_are_refused_by_name(self, box: Box, settings: Any, path: str, kind: str, status: int, pieces: list[bytes]):
+    def test_are_refused_by_name(self, box, settings, path, kind, status, pieces):
         settings(upstream_timeout_s=0.3 if kind == "timeout" else PATIENCE_S)
         box.server.answer = lambda asked: pieces
         before = box.count("llmc_upstream_failures").get(("model", kind), 0)
@@ -533,7 +535,7 @@ class TestFailures:
         assert len(box.server.asked) == 1  # neither tried again nor followed
         assert box.count("llmc_upstream_failures")["model", kind] == before + 1
 
-    def test_to_end_within_the_deadline_of_all_requests_are_refused(self, box: Box, settings: Any):
+    def test_to_end_within_the_deadline_of_all_requests_are_refused(self, box, settings):
         settings(request_deadline_s=0.3)
         for begun in ([], [STREAM, chunked(PIECES[0])]):
             box.server.answer = lambda asked, begun=begun: [*begun, STALL]  # type: ignore[misc]
@@ -542,14 +544,14 @@ class TestFailures:
                 answer.status_code == (200 if begun else 504) and "the upstream did not answer in time" in answer.text
             )
 
-    def test_to_stop_are_refused(self, box: Box, monkeypatch: pytest.MonkeyPatch):
+    def test_to_stop_are_refused(self, box, monkeypatch):
         monkeypatch.setattr(upstream, "MOST_BYTES", 100)
         for answer, status in ([response(200, "a" * 100)], 502), ([STREAM, chunked(b"data: " + b"a" * 100), END], 200):
             box.server.answer = lambda asked, answer=answer: answer  # type: ignore[misc]
             found = box.ask("/v1/completions", streamed("/v1/completions"))
             assert (found.status_code, "sent more than 100 bytes at once" in found.text) == (status, True)
 
-    def test_of_an_address_where_nobody_listens(self, box: Box, monkeypatch: pytest.MonkeyPatch):
+    def test_of_an_address_where_nobody_listens(self, box, monkeypatch):
         with planted_server(told) as gone:
             pass
         for address in (gone.url, "https://[v1.x]"):
@@ -558,9 +560,10 @@ class TestFailures:
             assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_connection")
 
     @pytest.mark.threat("upstream-failure")
-    @pytest.mark.parametrize(("end", "kind"), [(RESET, "broken"), (STALL, "timeout")])
-    @pytest.mark.parametrize("path", ROUTES)
-    def test_amid_a_stream_are_its_last_event(self, box: Box, settings: Any, path: str, end: bytes, kind: str):
+    @pytest.mark.parametrize(
+        ("path", "end", "kind"), [*((path, RESET, "broken") for path in ROUTES), ("/v1/responses", STALL, "timeout")]
+    )
+    def test_amid_a_stream_are_its_last_event(self, box, settings, path, end, kind):
         settings(upstream_timeout_s=0.5 if kind == "timeout" else PATIENCE_S)
         box.server.answer = lambda asked: [STREAM, chunked(PIECES[0] + PIECES[1][:9]), end]
         answer = box.ask(path, streamed(path))
@@ -570,7 +573,7 @@ class TestFailures:
         assert found["error"]["message"].startswith("the upstream ")
         assert last.startswith("event: error\n") == (path in ("/v1/messages", "/v1/responses"))
 
-    def test_amid_a_stream_are_raised_by_the_official_clients(self, box: Box):
+    def test_amid_a_stream_are_raised_by_the_official_clients(self, box):
         chat: Any = [{"role": "user", "content": SAID}]
         box.server.answer = lambda asked: [STREAM, chunked(PIECES[0]), RESET]
         with openai.OpenAI(base_url=f"{box.url}/v1", api_key=client_key("ann"), max_retries=0) as client:
@@ -583,13 +586,13 @@ class TestFailures:
                 list(other.messages.create(model="smart", max_tokens=4, messages=chat, stream=True))
 
     @pytest.mark.parametrize("begun", [[], [STREAM, chunked(PIECES[0])]], ids=["before", "amid"])
-    def test_of_the_client_cancel_the_upstreams_call(self, box: Box, begun: list[bytes]):
+    def test_of_the_client_cancel_the_upstreams_call(self, box, begun):
         box.server.answer = lambda asked: [*begun, STALL]
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{box.url}/v1/completions", json=streamed("/v1/completions"), headers=of("ann"), timeout=0.5)
         assert box.server.left.wait(PATIENCE_S)
 
-    def test_of_a_service_that_is_its_own_upstream_end_at_once(self, box: Box, monkeypatch: pytest.MonkeyPatch):
+    def test_of_a_service_that_is_its_own_upstream_end_at_once(self, box, monkeypatch):
         def come_back(asked: Asked) -> Sequence[bytes]:
             again = {"via": f"{asked.headers['via']}, 1.1 proxy", **of("ann")}
             answers.append(httpx.post(f"{box.url}/v1/completions", json=asked.body, headers=again).status_code)
@@ -601,16 +604,14 @@ class TestFailures:
         assert answers == [404] and len(box.server.asked) == 1
 
     @pytest.mark.threat("upstream-use")
-    def test_of_services_that_are_each_others_upstream_end_too(self, box: Box):
+    def test_of_services_that_are_each_others_upstream_end_too(self, box):
         other = f"1.1 llmc-{'0' * 16}"
         body = {"model": "smart", **BODIES["/v1/completions"]}
         assert box.ask("/v1/completions", body, via=f"1.1 somebodys-proxy, {other}").status_code == 200
         assert box.server.asked[0].headers["via"] == f"{other}, {box.upstream._via}"
 
     @pytest.mark.threat("upstream-use")
-    def test_of_its_certificate_are_refused_before_anything_is_sent(
-        self, box: Box, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ):
+    def test_of_its_certificate_are_refused_before_anything_is_sent(self, box, monkeypatch, tmp_path):
         cert, key = make_certificate(tmp_path)
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(cert, key)
@@ -626,7 +627,7 @@ class TestFailures:
 
 
 @pytest.mark.parametrize("content", ["", "two words", "two\nlines", "ключ"])
-def test_a_key_that_is_none_is_refused_at_the_start(box: Box, tmp_path: Path, content: str):
+def test_a_key_that_is_none_is_refused_at_the_start(box, tmp_path, content):
     path = secret_file(tmp_path, content)
     with pytest.raises(UsageError, match=r"upstream_key_file .*/secret holds no key") as refusal:
         Upstream(replace(box.upstream._config, upstream_key_file=path), box.app.state.service, None)  # type: ignore[arg-type]
@@ -636,7 +637,7 @@ def test_a_key_that_is_none_is_refused_at_the_start(box: Box, tmp_path: Path, co
         Upstream(replace(box.upstream._config, upstream_key_file=path), box.app.state.service, None)  # type: ignore[arg-type]
 
 
-def test_a_websockets_answer_is_the_upstreams_and_goes_on_with_what_was_said(box: Box):
+def test_a_websockets_answer_is_the_upstreams_and_goes_on_with_what_was_said(box):
     item = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Yes."}]}
     whole = {"id": "resp_there", "store": True, "output": [item], "usage": {"input_tokens": 4, "output_tokens": 8}}
     event = (

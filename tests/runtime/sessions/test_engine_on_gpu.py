@@ -85,11 +85,8 @@ def outcome(handle: Any) -> Any:
         return error
 
 
-@pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("compute", ["float32", "float16"])
-def test_tokens_are_those_of_whole_rows_of_onnx_runtime_on_the_same_graph(
-    bundle: Callable[..., Any], serve: Any, compute: str, together: bool
-):
+@pytest.mark.parametrize(("compute", "together"), [("float32", True), ("float32", False), ("float16", True)])
+def test_tokens_are_those_of_whole_rows_of_onnx_runtime_on_the_same_graph(bundle, serve, compute, together):
     setup = bundle(compute)
     groups = [requests(MIXED)] if together else [[request] for request in requests(MIXED)]
     session, reference = setup.open(), setup.reference()
@@ -120,9 +117,7 @@ class Known:
 
 
 @pytest.mark.parametrize("given", [SETTINGS[0], SETTINGS[1], {"top_p": 0.999, "seed": 4}, {"seed": 6}], ids=str)
-def test_drafts_are_verified_by_candidates_as_by_whole_rows(
-    bundle: Callable[..., Any], serve: Any, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
-):
+def test_drafts_are_verified_by_candidates_as_by_whole_rows(bundle, serve, monkeypatch, given):
     setup = bundle()
     [request] = requests([given])
     _, [[wanted]] = serve(setup, [request], setup.reference())
@@ -134,9 +129,7 @@ def test_drafts_are_verified_by_candidates_as_by_whole_rows(
 
 
 @pytest.mark.parametrize(("settings", "rows"), [({"temperature": 0.0}, 0), ({"seed": 1}, 1)])
-def test_a_step_brings_down_candidates_and_a_row_only_where_it_is_needed(
-    bundle: Callable[..., Any], serve: Any, settings: dict[str, Any], rows: int
-):
+def test_a_step_brings_down_candidates_and_a_row_only_where_it_is_needed(bundle, serve, settings, rows):
     found = []
     for tokens in (10, 11):
         setup = bundle()

@@ -65,14 +65,14 @@ def byte_ids(tokenizer: Tokenizer, content: bytes) -> list[int]:
 class TestStream:
     @settings(max_examples=100, deadline=None)
     @given(data=st.data())
-    def test_of_any_tokens_equals_decoding_at_once(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
+    def test_of_any_tokens_equals_decoding_at_once(self, tokenizer, data):
         token = st.integers(0, tokenizer.vocab_size + 2)  # padded vocabularies have ids without a token
         ids = data.draw(st.lists(token, max_size=60))
         assert_equals_decoding_at_once(tokenizer, ids)
 
     @settings(max_examples=100, deadline=None)
     @given(data=st.data())
-    def test_of_broken_utf8_equals_decoding_at_once(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
+    def test_of_broken_utf8_equals_decoding_at_once(self, tokenizer, data):
         piece = st.one_of(
             st.text(st.sampled_from("aé北🎉\ufffd "), max_size=3).map(str.encode),
             st.sampled_from(
@@ -84,9 +84,7 @@ class TestStream:
 
     @settings(max_examples=100, deadline=None)
     @given(data=st.data())
-    def test_with_stop_strings_ends_where_the_first_is_complete(
-        self, tokenizer: Tokenizer, data: st.DataObject
-    ) -> None:
+    def test_with_stop_strings_ends_where_the_first_is_complete(self, tokenizer, data):
         letters = st.text(st.sampled_from("ab 🎉"), min_size=1, max_size=4)
         text = data.draw(st.text(st.sampled_from("ab 🎉\n"), max_size=40))
         stops = data.draw(st.lists(letters, max_size=4))
@@ -99,24 +97,24 @@ class TestStream:
 
     @settings(max_examples=100, deadline=None)
     @given(data=st.data())
-    def test_never_takes_back_what_it_returned(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
+    def test_never_takes_back_what_it_returned(self, tokenizer, data):
         ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
         more = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=8))
         text = TextStream(tokenizer, ("ab", "e "))
         returned = "".join(text.push(token) for token in ids)
         assert until_first_stop(tokenizer.decode([*ids, *more]), ("ab", "e "))[0].startswith(returned)
 
-    def test_of_special_tokens_is_empty(self, byte_level: Tokenizer) -> None:
+    def test_of_special_tokens_is_empty(self, byte_level):
         end = byte_level.token_to_id("<|end|>")
         assert end is not None and stream(byte_level, [end] * 20) == ([""] * 21, None)
 
     @pytest.mark.parametrize("silent", [2, 100_000], ids=["special", "padding"])
-    def test_keeps_the_space_after_tokens_without_text(self, metaspace: Tokenizer, silent: int) -> None:
+    def test_keeps_the_space_after_tokens_without_text(self, metaspace, silent):
         ids = [*metaspace.encode("the fox"), *[silent] * 20, *metaspace.encode("the fox")]
         assert "".join(stream(metaspace, ids)[0]) == metaspace.decode(ids) == "the fox the fox"
 
     @pytest.mark.parametrize("prepend", ["always", "first"])
-    def test_of_a_metaspace_decoder_keeps_runs_of_spaces(self, prepend: str) -> None:
+    def test_of_a_metaspace_decoder_keeps_runs_of_spaces(self, prepend):
         backend = Backend(models.WordLevel({"▁": 0, "▁▁": 1, "▁a": 2, "b": 3}, unk_token="b"))
         backend.decoder = decoders.Metaspace(prepend_scheme=prepend)
         choice = random.Random(1)
@@ -135,10 +133,10 @@ class TestCharacters:
         ],
         ids=["whole", "incomplete at the end", "broken, one token late"],
     )
-    def test_come_when_they_are_certain(self, byte_level: Tokenizer, content: bytes, parts: list[str]) -> None:
+    def test_come_when_they_are_certain(self, byte_level, content, parts):
         assert stream(byte_level, byte_ids(byte_level, content)) == (parts, None)
 
-    def test_of_byte_fallback_wait_for_the_end_of_their_run(self, metaspace: Tokenizer) -> None:
+    def test_of_byte_fallback_wait_for_the_end_of_their_run(self, metaspace):
         fox = metaspace.encode("fox", add_special_tokens=False)
         good = byte_ids(metaspace, "🎉".encode())
         assert stream(metaspace, [*good, *fox])[0][:5] == ["", "", "", "", "🎉" + metaspace.decode([*good, fox[0]])[1:]]
@@ -149,20 +147,18 @@ class TestStopStrings:
         ("text", "stops", "expected", "stopped"),
         [("one two", ("two",), "one ", "two"), ("abcd", ("bc", "abc"), "", "abc")],
     )
-    def test_end_the_text(
-        self, byte_level: Tokenizer, text: str, stops: tuple[str, ...], expected: str, stopped: str | None
-    ) -> None:
+    def test_end_the_text(self, byte_level, text, stops, expected, stopped):
         for ids in (byte_level.encode(text), byte_ids(byte_level, text.encode())):
             parts, found = stream(byte_level, ids, stops)
             assert ("".join(parts), found) == (expected, stopped)
 
-    def test_that_only_began_are_returned_at_once_when_they_fail(self, byte_level: Tokenizer) -> None:
+    def test_that_only_began_are_returned_at_once_when_they_fail(self, byte_level):
         parts, _ = stream(byte_level, byte_ids(byte_level, b"xENxEND"), ("END",))
         assert parts == ["x", "", "", "ENx", "", "", "", ""]
 
     @settings(max_examples=100, deadline=None)
     @given(data=st.data())
-    def test_are_looked_for_in_what_comes_since_stopping(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
+    def test_are_looked_for_in_what_comes_since_stopping(self, tokenizer, data):
         token = st.integers(0, tokenizer.vocab_size - 1)
         ids, later = data.draw(st.lists(token, max_size=20)), data.draw(st.lists(token, max_size=20))
         text = TextStream(tokenizer, ("a", "e ", "\ufffd"))
@@ -173,13 +169,13 @@ class TestStopStrings:
         rest = tokenizer.decode([*ids, *later])[len(before) :]
         assert not later or (after, text.stopped) == until_first_stop(rest, ("a", "e ", "\ufffd"))
 
-    def test_that_began_before_stopping_are_text(self, byte_level: Tokenizer) -> None:
+    def test_that_began_before_stopping_are_text(self, byte_level):
         text = TextStream(byte_level, ("bc",))
         ids = byte_ids(byte_level, b"abcbcd")
         assert [text.push(token, stopping=index > 1) for index, token in enumerate(ids)] == ["a", "b", "c", "", "", ""]
         assert text.stopped == "bc"
 
-    def test_held_back_are_returned_when_stopping_is_given_up(self, byte_level: Tokenizer) -> None:
+    def test_held_back_are_returned_when_stopping_is_given_up(self, byte_level):
         text = TextStream(byte_level, ("abc",))
         a, b, c = byte_ids(byte_level, b"abc")
         assert [text.push(a), text.push(b), text.push(c, stopping=False), text.finish()] == ["", "", "abc", ""]
@@ -187,7 +183,7 @@ class TestStopStrings:
 
 
 @pytest.mark.parametrize("content", [b"a", b"\xff", "🎉".encode()], ids=["text", "broken", "emoji"])
-def test_a_token_costs_the_same_late_as_early(byte_level: Tokenizer, content: bytes) -> None:
+def test_a_token_costs_the_same_late_as_early(byte_level, content):
     token = byte_ids(byte_level, content)[0]
     counting = Counting(byte_level)
     text = TextStream(counting, ("never",))  # type: ignore[arg-type]
@@ -215,7 +211,7 @@ class Counting:
         return self._tokenizer.decode(ids)
 
 
-def test_a_decoder_that_joins_no_bytes_is_not_taken_for_one(metaspace: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+def test_a_decoder_that_joins_no_bytes_is_not_taken_for_one(metaspace, monkeypatch):
     monkeypatch.setattr(metaspace, "joins_bytes", True)
     with pytest.raises(AssertionError):
         assert_equals_decoding_at_once(metaspace, metaspace.encode("two words, and a third"))

@@ -71,9 +71,7 @@ TEXTS = st.lists(st.sampled_from([*PIECES, *CONTROLS, *OTHERS]), max_size=5).map
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(texts=st.lists(TEXTS, min_size=6, max_size=6), n=st.integers(0, 3), upper=st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_any_texts_make_the_control_tokens_of_harmless_ones(
-    tokenizer: Tokenizer, name: str, texts: list[str], n: int, upper: bool
-):
+def test_any_texts_make_the_control_tokens_of_harmless_ones(tokenizer, name, texts, n, upper):
     expected = controls_of(tokenizer, TEMPLATES[name], HARMLESS)
     try:
         found = controls_of(tokenizer, TEMPLATES[name], [t.upper() if upper else t for t in texts], n)
@@ -83,7 +81,7 @@ def test_any_texts_make_the_control_tokens_of_harmless_ones(
         assert found == expected
 
 
-def test_a_role_that_makes_another_control_token_is_refused(tokenizer: Tokenizer):
+def test_a_role_that_makes_another_control_token_is_refused(tokenizer):
     turns = ["<|user|>", "<|end|>"]
     assert controls_of(tokenizer, TEMPLATES["assembled"], HARMLESS) == turns * 2
     assert controls_of(tokenizer, TEMPLATES["assembled"], HARMLESS, role="assistant")[0] == "<|assistant|>"
@@ -93,7 +91,7 @@ def test_a_role_that_makes_another_control_token_is_refused(tokenizer: Tokenizer
 
 @pytest.mark.threat("json-cost")
 @pytest.mark.parametrize("piece", [1, 2, 3, 7, 1 << 15])
-def test_a_text_is_looked_through_in_pieces_as_in_one(piece: int, monkeypatch: pytest.MonkeyPatch):
+def test_a_text_is_looked_through_in_pieces_as_in_one(piece, monkeypatch):
     """Other threads wait while one call looks through megabytes."""
     monkeypatch.setattr(control_tokens, "PIECE", piece)
     pattern, chance = r"<s>|<s2?>>|aa|<<<<", random.Random(piece)

@@ -54,13 +54,13 @@ def shown(source: str, *messages: dict[str, Any], **given: Any) -> str:
         (FIRST, [{"role": "user", "content": PARTS}], {}, r"messages\[0\] has the role 'user'"),
     ],
 )
-def test_what_a_template_leaves_out_is_refused(source: str, messages: list[Any], given: dict[str, Any], said: str):
+def test_what_a_template_leaves_out_is_refused(source, messages, given, said):
     with pytest.raises(UsageError, match=said):
         shown(source, *messages, **given)
 
 
 @pytest.mark.parametrize("content", ["Be brief.", [{"type": "text", "text": "Be brief."}]], ids=["text", "parts"])
-def test_developers_speak_as_the_system_where_a_template_knows_none(content: Any):
+def test_developers_speak_as_the_system_where_a_template_knows_none(content):
     given = [{"role": "developer", "content": content}, USER]
     assert "Be brief." in shown(KNOWN.replace("message.content }}", "message.content | string }}"), *given)
     own = PLAIN + "{# developer #}"

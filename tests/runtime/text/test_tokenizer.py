@@ -68,10 +68,10 @@ def assert_parity(folder: Path, texts: list[str]) -> None:
 
 
 class TestParity:
-    def test_of_ids_and_text_with_transformers(self, folder: Path) -> None:
+    def test_of_ids_and_text_with_transformers(self, folder):
         assert_parity(folder, TEXTS)
 
-    def test_of_any_ids(self, folder: Path) -> None:
+    def test_of_any_ids(self, folder):
         ours, theirs = Tokenizer.from_folder(folder), transformers_tokenizer(folder)
         for start in range(0, ours.vocab_size, 97):
             ids = [(start + 31 * step) % (ours.vocab_size + 5) for step in range(40)]
@@ -88,13 +88,13 @@ class TestParity:
         ],
         ids=str,
     )
-    def test_of_what_the_configuration_adds(self, byte_level_folder: Path, tmp_path: Path, config: Any) -> None:
+    def test_of_what_the_configuration_adds(self, byte_level_folder, tmp_path, config):
         texts = [*TEXTS[:4], "a<think>b <new>c", "<image> <late>x<pad> , <unk> ."]
         assert_parity(changed(byte_level_folder, tmp_path, **config), texts)
 
     @pytest.mark.parametrize("kind", ["GPTNeoXTokenizer", "GPTNeoXTokenizerFast", "GPT2Tokenizer"])
     @pytest.mark.parametrize("flag", [None, False])
-    def test_of_what_stands_around_a_text(self, tmp_path: Path, kind: str, flag: bool | None) -> None:
+    def test_of_what_stands_around_a_text(self, tmp_path, kind, flag):
         """GPT-NeoX's class puts nothing there, whatever tokenizer.json says."""
         backend = tokenizers.Tokenizer(tokenizers.models.BPE({"<eos>": 0, "a": 1, "b": 2, "ab": 3}, [("a", "b")]))
         backend.add_special_tokens(["<eos>"])
@@ -108,7 +108,7 @@ class TestParity:
         found = Tokenizer.from_folder(tmp_path).encode("ab")
         assert found == transformers_tokenizer(tmp_path)("ab").input_ids == ([3, 0] if kind == "GPT2Tokenizer" else [3])
 
-    def test_of_the_older_file_of_special_tokens(self, byte_level_folder: Path, tmp_path: Path) -> None:
+    def test_of_the_older_file_of_special_tokens(self, byte_level_folder, tmp_path):
         folder = changed(byte_level_folder, tmp_path)
         content = {"bos_token": {"content": "<|turn|>", "lstrip": False}, "sep_token": "<sep>"}
         (folder / "special_tokens_map.json").write_text(json.dumps(content), encoding="utf-8")
@@ -133,13 +133,13 @@ def lets_others_run(work: Callable[[], object]) -> bool:
 
 
 class TestTokenizer:
-    def test_lets_other_threads_run_while_it_encodes(self, byte_level_folder: Path) -> None:
+    def test_lets_other_threads_run_while_it_encodes(self, byte_level_folder):
         tokenizer, text = Tokenizer.from_folder(byte_level_folder), "the quick brown fox\n" * 10_000
         assert any(lets_others_run(lambda: tokenizer.encode(text)) for _ in range(ATTEMPTS))
         assert not any(lets_others_run(lambda: tokenizer._backend.encode(text)) for _ in range(3))  # holds the lock
         assert tokenizer.encode(text) == tokenizer._backend.encode(text).ids
 
-    def test_does_not_truncate_or_pad_whatever_the_file_says(self, byte_level_folder: Path, tmp_path: Path) -> None:
+    def test_does_not_truncate_or_pad_whatever_the_file_says(self, byte_level_folder, tmp_path):
         folder = changed(byte_level_folder, tmp_path)
         content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
@@ -149,17 +149,17 @@ class TestTokenizer:
 
 
 class TestBadInput:
-    def test_undecodable_bytes_are_refused(self, folder: Path) -> None:
+    def test_undecodable_bytes_are_refused(self, folder):
         text = b"abc\xff".decode("utf-8", "surrogateescape")
         with pytest.raises(RequestError, match=r"character 3 is the lone surrogate U\+DCFF"):
             Tokenizer.from_folder(folder).encode(text)
 
-    def test_a_missing_file_is_refused(self, tmp_path: Path) -> None:
+    def test_a_missing_file_is_refused(self, tmp_path):
         with pytest.raises(BundleError, match=r"tokenizer\.json is missing"):
             Tokenizer.from_folder(tmp_path)
 
     @pytest.mark.parametrize("content", ["", "[]", '{"model": {"type": "BPE"}}'])
-    def test_a_broken_file_is_refused(self, tmp_path: Path, content: str) -> None:
+    def test_a_broken_file_is_refused(self, tmp_path, content):
         (tmp_path / "tokenizer.json").write_text(content, encoding="utf-8")
         with pytest.raises(BundleError, match=r"tokenizer\.json is broken"):
             Tokenizer.from_folder(tmp_path)
@@ -167,13 +167,13 @@ class TestBadInput:
     @pytest.mark.parametrize(
         "content", ["{", "[]", '{"bos_token": 3}', '{"added_tokens_decoder": [1]}', '{"extra_special_tokens": 3}']
     )
-    def test_a_broken_configuration_is_refused(self, byte_level_folder: Path, tmp_path: Path, content: str) -> None:
+    def test_a_broken_configuration_is_refused(self, byte_level_folder, tmp_path, content):
         shutil.copy(byte_level_folder / "tokenizer.json", tmp_path)
         (tmp_path / "tokenizer_config.json").write_text(content, encoding="utf-8")
         with pytest.raises(BundleError, match=r"tokenizer_config\.json"):
             Tokenizer.from_folder(tmp_path)
 
-    def test_spaces_are_not_cleaned_up(self, tmp_path: Path) -> None:
+    def test_spaces_are_not_cleaned_up(self, tmp_path):
         from tokenizers import Tokenizer as Backend
         from tokenizers import models
 
@@ -184,7 +184,7 @@ class TestBadInput:
 
 
 @pytest.mark.parametrize("text", [text for text in TEXTS if text])
-def test_the_spellings_of_tokens_are_together_the_text(folder: Path, text: str):
+def test_the_spellings_of_tokens_are_together_the_text(folder, text):
     tokenizer = Tokenizer.from_folder(folder)
     ids = tokenizer.encode(text, add_special_tokens=False)
     spelt = b"".join(map(tokenizer.spell, ids)).decode()
@@ -192,7 +192,7 @@ def test_the_spellings_of_tokens_are_together_the_text(folder: Path, text: str):
     assert spelt == decoded or spelt == " " + decoded  # which Metaspace takes from the first word
 
 
-def test_a_special_token_is_spelt_by_its_name_and_no_token_not_at_all(byte_level_folder: Path):
+def test_a_special_token_is_spelt_by_its_name_and_no_token_not_at_all(byte_level_folder):
     tokenizer = Tokenizer.from_folder(byte_level_folder)
     end = tokenizer.token_to_id("<|end|>")
     assert end is not None

@@ -65,17 +65,13 @@ def written(tiny_checkpoint: Path, tmp_path: Path) -> Callable[..., Path]:
     ],
     ids=lambda each: str(each)[:40],
 )
-def test_a_tokenizer_that_cannot_be_used_is_refused_by_what_is_wrong(
-    written: Callable[..., Path], changes: dict[str, Any], message: str
-):
+def test_a_tokenizer_that_cannot_be_used_is_refused_by_what_is_wrong(written, changes, message):
     with pytest.raises(BundleError, match=rf"tokenizer\.json.* ?{message}"):
         examine(str(written(**changes)))
 
 
 @pytest.mark.threat("tokenizer-trial")
-def test_replacements_that_grow_without_end_end_the_trial_alone(
-    written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-):
+def test_replacements_that_grow_without_end_end_the_trial_alone(written, monkeypatch):
     monkeypatch.setattr(trial, "TRIAL_BYTES", 1 << 30)
     monkeypatch.setattr(trial, "TRIAL_S", 3.0)
     with pytest.raises(BundleError, match="does not work: a trial in a separate process failed"):
@@ -83,12 +79,12 @@ def test_replacements_that_grow_without_end_end_the_trial_alone(
 
 
 @pytest.mark.threat("tokenizer-trial")
-def test_a_panic_of_the_library_is_an_error_of_the_request(written: Callable[..., Path]):
+def test_a_panic_of_the_library_is_an_error_of_the_request(written):
     with pytest.raises(RequestError, match="cannot encode the text: no entry found for key"):
         Tokenizer.from_folder(written(post_processor=POST)).encode("a")
 
 
-def test_a_bundle_whose_tokenizer_panics_is_refused(tiny_bundle: Path, tmp_path: Path):
+def test_a_bundle_whose_tokenizer_panics_is_refused(tiny_bundle, tmp_path):
     folder = shutil.copytree(tiny_bundle, tmp_path / "bundle")
     file = folder / "tokenizer.json"
     content, size = json.loads(file.read_text(encoding="utf-8")), file.stat().st_size
@@ -108,9 +104,7 @@ def test_a_bundle_whose_tokenizer_panics_is_refused(tiny_bundle: Path, tmp_path:
         ("{{ 'a' * 10**11 }}", "takes all memory"),
     ],
 )
-def test_a_template_that_never_ends_or_takes_all_memory_is_refused(
-    written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, source: str, message: str
-):
+def test_a_template_that_never_ends_or_takes_all_memory_is_refused(written, monkeypatch, source, message):
     monkeypatch.setattr(trial, "TRIAL_S", 3.0)
     folder = written()
     (folder / "chat_template.jinja").write_text(source)
@@ -127,7 +121,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return made
 
 
-def test_a_tokenizer_is_tried_once_and_anew_when_it_changed(calls: list[str], written: Callable[..., Path]):
+def test_a_tokenizer_is_tried_once_and_anew_when_it_changed(calls, written):
     folder = written()
     for _ in range(2):
         try_tokenizer(folder)
@@ -140,13 +134,7 @@ def test_a_tokenizer_is_tried_once_and_anew_when_it_changed(calls: list[str], wr
 
 
 @pytest.mark.parametrize("error", [ApartError("ended by SIGABRT"), OSError("no process")])
-def test_a_trial_that_fails_is_made_again(
-    calls: list[str],
-    written: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    error: Exception,
-):
+def test_a_trial_that_fails_is_made_again(calls, written, monkeypatch, caplog, error):
     def fails(function: str, *arguments: Any, **limits: Any) -> None:
         calls.append(function)
         raise error
@@ -159,7 +147,7 @@ def test_a_trial_that_fails_is_made_again(
     assert ("is not tried before its use" in caplog.text) == isinstance(error, OSError)
 
 
-def test_the_trial_passes_a_vocabulary_that_lacks_most_words(tmp_path: Path):
+def test_the_trial_passes_a_vocabulary_that_lacks_most_words(tmp_path):
     from tokenizers import Tokenizer as Backend
     from tokenizers import models
 
@@ -170,5 +158,5 @@ def test_the_trial_passes_a_vocabulary_that_lacks_most_words(tmp_path: Path):
 
 
 @pytest.mark.parametrize("fixture", ["byte_level_folder", "metaspace_folder"])
-def test_the_trial_passes_usual_tokenizers(request: pytest.FixtureRequest, fixture: str):
+def test_the_trial_passes_usual_tokenizers(request, fixture):
     examine(str(request.getfixturevalue(fixture)))

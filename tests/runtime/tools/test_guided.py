@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,7 @@ def few(form: str) -> list[dict[str, Any]]:
 
 @pytest.mark.threat("tool-calls")
 @pytest.mark.parametrize("form", FORMATS)
-def test_required_calls_hold_to_the_schema(form: str, vocabulary: Vocabulary, hear: Callable[..., Any]):
+def test_required_calls_hold_to_the_schema(form, vocabulary, hear):
     plan, heard = plan_of(form, few(form)), 0
     for seed in range(3):
         text = vocabulary.walk(plan, seed)
@@ -133,7 +133,7 @@ def test_required_calls_hold_to_the_schema(form: str, vocabulary: Vocabulary, he
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_named_tool_is_the_only_one_and_called_once(form: str, vocabulary: Vocabulary, hear: Callable[..., Any]):
+def test_a_named_tool_is_the_only_one_and_called_once(form, vocabulary, hear):
     text = vocabulary.walk(plan_of(form, few(form), "now", parallel=False), 0)
     assert text is not None
     content, _, calls = hear(text, form)
@@ -142,7 +142,7 @@ def test_a_named_tool_is_the_only_one_and_called_once(form: str, vocabulary: Voc
 
 @pytest.mark.threat("tool-calls")
 @pytest.mark.parametrize("form", FORMATS)
-def test_what_follows_an_opening_mark_is_guided_and_what_precedes_it_is_free(form: str, vocabulary: Vocabulary):
+def test_what_follows_an_opening_mark_is_guided_and_what_precedes_it_is_free(form, vocabulary):
     plan = plan_of(form, few(form), "auto")
     once = plan_of(form, few(form), "auto", parallel=False)
     unmarked = '{"name": "now", "arguments": {}}'
@@ -190,7 +190,7 @@ TWO = {
 
 
 @pytest.mark.parametrize("vocabulary", ["special"], indirect=True)
-def test_texts_and_json_stand_behind_harmonys_header(vocabulary: Vocabulary):
+def test_texts_and_json_stand_behind_harmonys_header(vocabulary):
     plan, header = plan_of("harmony", FEW, "auto"), FORMATS["harmony"].frame[0]
     assert vocabulary.allows(plan, f"{header}Some text")
     assert vocabulary.allows(plan, f'{header}{{"open": true}}', json_schema=SCHEMA)
@@ -229,9 +229,7 @@ BESIDE += [
 @pytest.mark.parametrize(
     ("form", "given", "texts", "other"), BESIDE, ids=[f"{form}-{next(iter(given))}" for form, given, _, _ in BESIDE]
 )
-def test_an_answer_is_calls_or_has_the_form(
-    given: dict[str, Any], texts: list[str], other: str, form: str, vocabulary: Vocabulary
-):
+def test_an_answer_is_calls_or_has_the_form(given, texts, other, form, vocabulary):
     plan, frame = plan_of(form, [{"function": {"name": "look", "parameters": PLAIN}}], "auto"), ""
     if vocabulary.tokenizer.token_to_id("<tool_call>") is not None:
         frame = FORMATS[form].frame[0]
@@ -249,14 +247,14 @@ def test_an_answer_is_calls_or_has_the_form(
 
 @pytest.mark.parametrize("form", ["hermes", "llama3", "pythonic"])
 @pytest.mark.parametrize("choice", ["required", "look"])
-def test_a_form_binds_nothing_where_the_answer_is_a_call(form: str, choice: str, vocabulary: Vocabulary):
+def test_a_form_binds_nothing_where_the_answer_is_a_call(form, choice, vocabulary):
     plan, given = plan_of(form, FEW, choice), {"json_schema": SCHEMA}
     assert plan.make_sampling(vocabulary.tokenizer, given).keys().isdisjoint(given)
     assert vocabulary.allows(plan, look_call(form, {"open": True}), **given)
     assert not vocabulary.allows(plan, '{"open": true}', **given)
 
 
-def test_references_in_a_tools_schema_hold_beside_a_form(vocabulary: Vocabulary):
+def test_references_in_a_tools_schema_hold_beside_a_form(vocabulary):
     schema = {"properties": {"a": {"$ref": "#/$defs/n"}, "b": {"$ref": "#"}}, "$defs": {"n": {"type": "null"}}}
     plan = plan_of("llama3", [{"function": {"name": "look", "parameters": schema}}], "auto")
     call = look_call("llama3", {"a": None, "b": {"a": None}})
@@ -277,9 +275,7 @@ def test_references_in_a_tools_schema_hold_beside_a_form(vocabulary: Vocabulary)
         ("hermes", {"detokenize": False}, "detokenize is False, but calls are read from text"),
     ],
 )
-def test_forms_that_are_not_told_apart_from_calls_are_refused(
-    form: str, given: dict[str, Any], reason: str, vocabulary: Vocabulary
-):
+def test_forms_that_are_not_told_apart_from_calls_are_refused(form, given, reason, vocabulary):
     with pytest.raises(UsageError, match=reason):
         plan_of(form, FEW, "auto").make_sampling(vocabulary.tokenizer, given)
 
@@ -289,7 +285,7 @@ TOOLS = [*FEW, {"function": {"name": "find", "parameters": _BAD}}, {"name": "fla
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama3", "harmony"])
-def test_only_the_tool_that_cannot_be_enforced_is_loosened_and_only_by_that(form: str):
+def test_only_the_tool_that_cannot_be_enforced_is_loosened_and_only_by_that(form):
     plan = plan_of(form, TOOLS, "auto")
     looser, places = next(plan.loosen_plans(GrammarError("grammar", "x"), {}, allowed=True))
     assert places == [f"tools[{place}.properties.q.pattern" for place in ("1].function.parameters", "2].parameters")]
@@ -309,16 +305,14 @@ def test_only_the_tool_that_cannot_be_enforced_is_loosened_and_only_by_that(form
         ({"properties": {"a": {"$ref": "#/$defs/none"}}}, {"a"}),
     ],
 )
-def test_no_schema_of_a_tool_that_need_not_be_called_refuses_a_request(
-    form: str, parameters: dict[str, Any], kept: set[str]
-):
+def test_no_schema_of_a_tool_that_need_not_be_called_refuses_a_request(form, parameters, kept):
     plan = plan_of(form, [{"name": "x", "parameters": parameters}], "auto")
     looser, _ = next(plan.loosen_plans(GrammarError("grammar", "x"), {}, allowed=True))
     assert kept <= (looser.tools[0].schema["properties"] or {}).keys()
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_what_restricts_nothing_loosens_nothing(form: str):
+def test_what_restricts_nothing_loosens_nothing(form):
     noise = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "x", "x-order": 1, "required": None}
     own = {"type": "string", "x-a": {}, "contentEncoding": "base64", "title": "A", "default": None, "anyOf": None}
     plan = plan_of(form, [{"name": "x", "parameters": {**noise, "properties": {"a": own}}}], "auto")
@@ -334,9 +328,7 @@ def test_what_restricts_nothing_loosens_nothing(form: str):
         ("auto", True, {"regex": "(?=a)"}, "^regex cannot be "),
     ],
 )
-def test_what_cannot_be_enforced_is_named_by_the_parameter_that_holds_it(
-    choice: str, allowed: bool, given: dict[str, Any], reason: str
-):
+def test_what_cannot_be_enforced_is_named_by_the_parameter_that_holds_it(choice, allowed, given, reason):
     plan = plan_of("hermes", TOOLS, choice)
     with pytest.raises(GrammarError, match=reason):
         next(plan.loosen_plans(GrammarError("grammar", "x"), given, allowed=allowed))
@@ -401,7 +393,7 @@ def _all_plans(plan: ChatPlan) -> list[tuple[ChatPlan, list[str]]]:
         ("olmo3", {"properties": {"a": 1}}, "holds parameters 1 in x"),
     ],
 )
-def test_schemas_that_cannot_be_enforced_are_refused(form: str, schema: Any, reason: str, vocabulary: Vocabulary):
+def test_schemas_that_cannot_be_enforced_are_refused(form, schema, reason, vocabulary):
     with pytest.raises(GrammarError, match=reason):
         vocabulary.guide(plan_of(form, [{"function": {"name": "x", "parameters": schema}}]))
 
@@ -423,7 +415,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("form", ["qwen3_coder", "seed_oss", "pythonic", "olmo3", "functiongemma", "gemma4"])
-def test_parameters_of_every_type_come_back_as_they_were_meant(form: str, vocabulary: Vocabulary):
+def test_parameters_of_every_type_come_back_as_they_were_meant(form, vocabulary):
     tools = [{"function": {"name": "get_weather", "parameters": TEXTS}}]
     plan, (tool,) = plan_of(form, tools, parallel=False), read_tools(tools)
     texts = [text for seed in range(4) if (text := vocabulary.walk(plan, seed)) is not None]
@@ -477,7 +469,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("form", ["functiongemma", "gemma4"])
-def test_an_error_about_a_schema_that_gemmas_calls_cannot_hold_to_names_the_tools(form: str, vocabulary: Vocabulary):
+def test_an_error_about_a_schema_that_gemmas_calls_cannot_hold_to_names_the_tools(form, vocabulary):
     schema = {"properties": {"a": {"type": "integer", "minimum": 1}}}
     with pytest.raises(GrammarError, match="cannot enforce; leave it out", check=about("tools")):
         vocabulary.guide(plan_of(form, [{"function": {"name": "x", "parameters": schema}}]))
@@ -485,9 +477,7 @@ def test_an_error_about_a_schema_that_gemmas_calls_cannot_hold_to_names_the_tool
 
 @pytest.mark.parametrize("form", ["functiongemma", "gemma4"])
 @pytest.mark.parametrize("name", VALUES)
-def test_gemmas_calls_hold_to_schemas_that_name_no_plain_type(
-    form: str, name: str, vocabulary: Vocabulary, hear: Callable[..., Any]
-):
+def test_gemmas_calls_hold_to_schemas_that_name_no_plain_type(form, name, vocabulary, hear):
     parameters = {**UNTYPED, "properties": {name: UNTYPED["properties"][name]}}
     tools = [{"function": {"name": "x", "parameters": parameters}}]
     plan, (tool,) = plan_of(form, tools), read_tools(tools)
@@ -504,9 +494,7 @@ def test_gemmas_calls_hold_to_schemas_that_name_no_plain_type(
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_text_may_hold_every_mark_but_one_that_would_end_it(
-    form: str, vocabulary: Vocabulary, unwritable: dict[str, str]
-):
+def test_a_text_may_hold_every_mark_but_one_that_would_end_it(form, vocabulary, unwritable):
     """Marks in a text are spelled by ordinary tokens."""
     tools = [{"function": {"name": "x", "parameters": {"properties": {"text": {"type": "string"}}}}}]
     plan, encode = plan_of(form, tools), vocabulary.tokenizer.encode

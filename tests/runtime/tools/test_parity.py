@@ -1,7 +1,6 @@
 """The same outputs read by transformers, for the families whose answers it can tell apart."""
 
 import json
-from typing import Any
 
 import pytest
 from doubles.hearing import merged
@@ -35,7 +34,7 @@ SAID = {
 
 
 @pytest.mark.parametrize(("kind", "form", "text"), [(*names, text) for names, texts in SAID.items() for text in texts])
-def test_with_transformers(kind: str, form: str, text: str, tools: list[dict[str, Any]]):
+def test_with_transformers(kind, form, text, tools):
     from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as TEMPLATES
     from transformers.utils.chat_parsing import parse_response
 

@@ -1,7 +1,6 @@
 """Outputs told apart, whatever the pieces in which they come."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -63,7 +62,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_every_format_is_read(form: str, hear: Callable[..., Any]):
+def test_every_format_is_read(form, hear):
     content, reasoning, calls = hear(SPOKEN[form], form)
     assert content == ("" if FORMATS[form].bare_starts else "ok") and reasoning == ""
     assert [(name, json.loads(arguments)) for name, arguments in calls] == [
@@ -73,7 +72,7 @@ def test_every_format_is_read(form: str, hear: Callable[..., Any]):
 
 
 @pytest.mark.parametrize(("form", "text"), [(form, text) for form, texts in OTHERS.items() for text in texts])
-def test_other_spellings_of_a_format_are_read(form: str, text: str, hear: Callable[..., Any]):
+def test_other_spellings_of_a_format_are_read(form, text, hear):
     assert hear(text, form) == ("", "", [("now", "{}")])
 
 
@@ -85,7 +84,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("calls", [CALLS[:1], CALLS])
-def test_what_a_format_writes_it_reads(form: str, calls: list[tuple[str, dict[str, Any]]], hear: Callable[..., Any]):
+def test_what_a_format_writes_it_reads(form, calls, hear):
     content, _, heard = hear(FORMATS[form].write(calls), form)
     assert (content, [(name, json.loads(arguments)) for name, arguments in heard]) == ("", calls)
 
@@ -105,7 +104,7 @@ ANY_TEXT = {
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_texts_with_any_formats_marks_come_back(form: str, hear: Callable[..., Any], unwritable: dict[str, str]):
+def test_texts_with_any_formats_marks_come_back(form, hear, unwritable):
     write, tools = FORMATS[form].write, [{"function": {"name": "x", "parameters": ANY_TEXT}}]
     marks = {mark for each in FORMATS.values() for mark in (*each.marks, *each.begins)}
     for mark in {*HOSTILE, *marks, write([("x", {})])} - {unwritable.get(form)}:
@@ -133,14 +132,10 @@ LOOK = "<|start|>assistant<|channel|>commentary to=functions.now <|constrain|>js
         ("Text.", ("Text.", "", [])),
     ],
 )
-def test_messages_are_told_apart_by_their_headers_character_by_character(
-    text: str, heard: Any, hear: Callable[..., Any]
-):
+def test_messages_are_told_apart_by_their_headers_character_by_character(text, heard, hear):
     marks = next(marks for marks in THINKING_MARKS if marks.form == "harmony")
     assert hear(text, "harmony", marks=marks) == hear(list(text), "harmony", marks=marks) == heard
 
-
-# ------------------------------------------------------------------------------------------------------------- pieces
 
 MARKS = [
     "```json\n",
@@ -176,7 +171,7 @@ SCRAPS = [*MARKS, *(text[at : at + 9] for text in SPOKEN.values() for at in rang
     st.lists(st.sampled_from([*SCRAPS, *SPOKEN.values()]), max_size=8),
     st.data(),
 )
-def test_pieces_change_nothing(hear: Callable[..., Any], form: str, thinking: bool, parts: list[str], data: Any):
+def test_pieces_change_nothing(hear, form, thinking, parts, data):
     text = "".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -185,7 +180,7 @@ def test_pieces_change_nothing(hear: Callable[..., Any], form: str, thinking: bo
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_every_cut_of_a_call_is_read_without_an_error(form: str, hear: Callable[..., Any]):
+def test_every_cut_of_a_call_is_read_without_an_error(form, hear):
     for end in range(len(SPOKEN[form])):
         content, _, calls = hear(SPOKEN[form][:end], form)
         assert len(calls) <= 2 and all(name in ("get_weather", "now") for name, _ in calls)
@@ -195,7 +190,7 @@ def test_every_cut_of_a_call_is_read_without_an_error(form: str, hear: Callable[
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_of_a_call_that_the_length_cut_off_no_markup_is_content(form: str, hear: Callable[..., Any]):
+def test_of_a_call_that_the_length_cut_off_no_markup_is_content(form, hear):
     for end in range(2, len(SPOKEN[form])):
         content, _, calls = hear(SPOKEN[form][:end], form, cut=True)
         # The first character of a mark may be any text's.
@@ -204,7 +199,7 @@ def test_of_a_call_that_the_length_cut_off_no_markup_is_content(form: str, hear:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_call_that_something_else_than_the_length_ended_is_content(form: str, hear: Callable[..., Any]):
+def test_a_call_that_something_else_than_the_length_ended_is_content(form, hear):
     for end in range(len(SPOKEN[form])):
         text = SPOKEN[form][:end]
         content, _, calls = heard = hear(text, form, whole=True)
@@ -220,17 +215,14 @@ def test_a_call_that_something_else_than_the_length_ended_is_content(form: str, 
 
 @pytest.mark.parametrize("text", ['{"total": {"a": [1, 2', "a < b", "<tool_call> no call", "[1, 2"])
 @pytest.mark.parametrize("form", ["hermes", "llama3", "pythonic"])
-def test_any_other_text_that_the_length_cut_off_is_whole(form: str, text: str, hear: Callable[..., Any]):
+def test_any_other_text_that_the_length_cut_off_is_whole(form, text, hear):
     assert hear(text, form, cut=True) == (text, "", [])
 
 
-def test_a_name_comes_before_its_arguments_and_these_as_they_are_written(hear: Callable[..., Any]):
+def test_a_name_comes_before_its_arguments_and_these_as_they_are_written(hear):
     head = '<tool_call>\n{"name": "get_weather", "arguments": {"ci'
     assert hear(head) == ("", "", [("get_weather", '{"ci')])
     assert hear('<tool_call>\n{"name": "get_weather", "argu')[2] == []
-
-
-# --------------------------------------------------------------------------------------------------- what is no call
 
 
 @pytest.mark.threat("tool-calls")
@@ -251,23 +243,23 @@ def test_a_name_comes_before_its_arguments_and_these_as_they_are_written(hear: C
         (None, SPOKEN["hermes"]),
     ],
 )
-def test_what_is_no_call_is_content_to_the_last_character(form: str | None, text: str, hear: Callable[..., Any]):
+def test_what_is_no_call_is_content_to_the_last_character(form, text, hear):
     assert hear(text, form) == (text, "", [])
 
 
-def test_blanks_next_to_a_call_are_left_out_and_others_kept(hear: Callable[..., Any]):
+def test_blanks_next_to_a_call_are_left_out_and_others_kept(hear):
     call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
     assert hear(f" a \n{call}\n b \n") == (" a\n b \n", "", [("now", "{}")])
     assert hear(f"\n{call}\n\n{call}\n") == ("", "", [("now", "{}"), ("now", "{}")])
     assert hear(" \n ") == (" \n ", "", [])
 
 
-def test_quotes_and_brackets_in_arguments_end_nothing(hear: Callable[..., Any]):
+def test_quotes_and_brackets_in_arguments_end_nothing(hear):
     arguments = r'{"city": "a}\"]{</tool_call>", "n": [[1], {"x": {}}]}'
     assert hear(f'<tool_call>{{"name": "now", "arguments": {arguments}}}</tool_call>') == ("", "", [("now", arguments)])
 
 
-def test_values_between_tags_have_the_type_of_their_parameter(hear: Callable[..., Any]):
+def test_values_between_tags_have_the_type_of_their_parameter(hear):
     def heard(value: str, parameter: str = "days") -> Any:
         tag = f"<parameter={parameter}>\n{value}\n</parameter>"
         return json.loads(
@@ -279,7 +271,7 @@ def test_values_between_tags_have_the_type_of_their_parameter(hear: Callable[...
     assert heard('say "é"\n<b>', "city") == {"city": 'say "é"\n<b>'} and heard("soon") == {"days": "soon"}
 
 
-def test_literals_of_python_become_json(hear: Callable[..., Any]):
+def test_literals_of_python_become_json(hear):
     text = r"""[now(a=True, b=[None, -1.5], c={'d': "it's"}, e='a "q" \' \n', f=word)]"""
     assert json.loads(hear(text, "pythonic")[2][0][1]) == {
         "a": True,
@@ -291,7 +283,7 @@ def test_literals_of_python_become_json(hear: Callable[..., Any]):
 
 
 @given(st.text())
-def test_texts_of_python_come_back(hear: Callable[..., Any], text: str):
+def test_texts_of_python_come_back(hear, text):
     ((_, arguments),) = hear(f"[now(a={json.dumps(text)}, b=1)]", "pythonic")[2]
     assert json.loads(arguments) == {"a": text, "b": 1}
     if text.isprintable():
@@ -305,9 +297,6 @@ def test_types_of_schemas_that_branch_without_end_are_found():
     definitions = {**branches, "d90": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}
     assert types_of({"$ref": "#/$defs/d0", "$defs": definitions}) == {"string"}
     assert "object" in types_of({"$ref": "#/$defs/loop", "$defs": definitions})
-
-
-# ---------------------------------------------------------------------------------------------------------- reasoning
 
 
 @pytest.mark.parametrize(
@@ -324,12 +313,12 @@ def test_types_of_schemas_that_branch_without_end_are_found():
         ("a<tool_call>b</think><tool_call>c", True, ("<tool_call>c", "a<tool_call>b")),
     ],
 )
-def test_reasoning_is_split_off(text: str, thinking: bool, heard: tuple[str, str], hear: Callable[..., Any]):
+def test_reasoning_is_split_off(text, thinking, heard, hear):
     assert hear(text, thinking=thinking) == (*heard, [])
 
 
 @pytest.mark.parametrize("thought", ["", "<think>\nhm\n</think>\n\n"])
-def test_text_that_can_hold_no_call_is_handed_on_as_it_comes(thought: str):
+def test_text_that_can_hold_no_call_is_handed_on_as_it_comes(thought):
     parser = ChatParser(None, {}, ThinkingMarks("<think>", "</think>"), False, str)
     heard = [parser.push(thought), parser.push("a")]
     assert "".join(parsed.content for parsed in heard) == "a"

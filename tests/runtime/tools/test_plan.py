@@ -36,7 +36,7 @@ TEACHING = {
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_the_format_is_the_one_that_the_template_teaches(form: str):
+def test_the_format_is_the_one_that_the_template_teaches(form):
     assert format_of(f"{{% for message in messages %}}{TEACHING[form]}{{% endfor %}}") == form
 
 
@@ -62,7 +62,7 @@ def test_the_older_template_of_llama_names_the_tag_alone():
         ("{{ message.content }}", None),
     ],
 )
-def test_the_marks_of_reasoning_are_the_templates(template: str, end: str | None):
+def test_the_marks_of_reasoning_are_the_templates(template, end):
     marks = marks_of(template)
     assert (marks and marks.end) == end
 
@@ -78,7 +78,7 @@ def test_a_prompt_may_have_opened_or_closed_the_reasoning():
     assert plan("<think>\n\n</think>\n\n").marks is None and plan("said <think>").marks is not None
 
 
-def test_reasoning_is_bound_where_the_answer_is_guided_or_a_budget_is_given(tiny_tokenizer: Tokenizer):
+def test_reasoning_is_bound_where_the_answer_is_guided_or_a_budget_is_given(tiny_tokenizer):
     free: Mapping[str, Any] = plan(tools=[]).make_sampling(tiny_tokenizer, {})
     assert "thinking" not in free and "grammar" not in free
     assert plan(tools=[], reasoning_budget=3).make_sampling(tiny_tokenizer, {})["thinking"].budget == 3
@@ -86,7 +86,7 @@ def test_reasoning_is_bound_where_the_answer_is_guided_or_a_budget_is_given(tiny
     assert plan().make_sampling(tiny_tokenizer, {})["thinking"].opened is False
 
 
-def test_marks_that_are_special_tokens_are_made_visible(tiny_checkpoint: Path):
+def test_marks_that_are_special_tokens_are_made_visible(tiny_checkpoint):
     tokenizer = Tokenizer.from_folder(tiny_checkpoint)
     tokenizer._backend.add_special_tokens(["<tool_call>", "<|channel>", "<channel|>"])
     tokenizer = Tokenizer(tokenizer._backend, {})
@@ -98,7 +98,7 @@ def test_marks_that_are_special_tokens_are_made_visible(tiny_checkpoint: Path):
     assert decode_all(tokenizer, tokens, ids[:1]) == "<tool_call>é" and decode_all(tokenizer, tokens) == "é"
 
 
-def test_no_calls_are_read_where_none_are_wanted(tiny_tokenizer: Tokenizer):
+def test_no_calls_are_read_where_none_are_wanted(tiny_tokenizer):
     assert plan(tool_choice="none").calls is None and plan(tools=[]).calls is None
     assert plan(tool_choice="none", template="shows no calls").make_sampling(tiny_tokenizer, {}) == {"shown_tokens": ()}
 
@@ -128,12 +128,12 @@ NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
         ),
     ],
 )
-def test_what_cannot_be_asked_for_is_refused(asked: dict[str, Any], reason: str):
+def test_what_cannot_be_asked_for_is_refused(asked, reason):
     with pytest.raises(UsageError, match=reason):
         plan(**asked)
 
 
 @pytest.mark.parametrize("budget", [-1, True, 1.5, "2"])
-def test_a_budget_is_a_number_of_tokens(budget: Any):
+def test_a_budget_is_a_number_of_tokens(budget):
     with pytest.raises(UsageError, match=r"reasoning_budget is .*, expected an integer of at least 0"):
         plan(reasoning_budget=budget)

@@ -58,7 +58,7 @@ def spelt(tokenizer: Tokenizer, guide: ThinkingGuide) -> str:
 @pytest.mark.threat("endless-reasoning")
 @pytest.mark.parametrize("budget", [0, 1, 7])
 @pytest.mark.parametrize("opened", [True, False])
-def test_the_end_is_forced_after_as_many_tokens_as_the_budget_has(vocabulary: Tokenizer, opened: bool, budget: int):
+def test_the_end_is_forced_after_as_many_tokens_as_the_budget_has(vocabulary, opened, budget):
     guide = guide_of(vocabulary, opened, budget)
     if not opened:
         feed(guide, vocabulary, "<think>")
@@ -69,13 +69,13 @@ def test_the_end_is_forced_after_as_many_tokens_as_the_budget_has(vocabulary: To
     assert len(allowed(guide, vocabulary)) == vocabulary.vocab_size and not guide.finished
 
 
-def test_the_end_is_forced_even_if_it_is_banned(vocabulary: Tokenizer):
+def test_the_end_is_forced_even_if_it_is_banned(vocabulary):
     guide = guide_of(vocabulary, True, 0)
     masked = guide.mask(np.full(vocabulary.vocab_size, -np.inf, np.float32))
     assert masked.max() == 0
 
 
-def test_reasoning_that_ends_by_itself_is_left_alone(vocabulary: Tokenizer):
+def test_reasoning_that_ends_by_itself_is_left_alone(vocabulary):
     guide = guide_of(vocabulary, True, 50)
     feed(guide, vocabulary, "a < b </ think></think>\n\n")
     for _ in range(80):
@@ -83,21 +83,21 @@ def test_reasoning_that_ends_by_itself_is_left_alone(vocabulary: Tokenizer):
         guide.accept(100)
 
 
-def test_an_answer_without_reasoning_has_no_budget(vocabulary: Tokenizer):
+def test_an_answer_without_reasoning_has_no_budget(vocabulary):
     guide = guide_of(vocabulary, False, 0)
     feed(guide, vocabulary, "\nno <think>")
     assert len(allowed(guide, vocabulary)) == vocabulary.vocab_size
 
 
 @pytest.mark.parametrize("between", ["", "\n", "\n\n"])
-def test_a_form_counts_from_the_answer_on(vocabulary: Tokenizer, between: str):
+def test_a_form_counts_from_the_answer_on(vocabulary, between):
     guide = guide_of(vocabulary, True, None, "yes|no")
     assert not set(EOS) & set(allowed(guide, vocabulary))
     feed(guide, vocabulary, f"maybe</think>{between}yes")
     assert guide.finished and set(allowed(guide, vocabulary)) == set(EOS)
 
 
-def test_a_form_may_follow_a_forced_end(vocabulary: Tokenizer):
+def test_a_form_may_follow_a_forced_end(vocabulary):
     guide = guide_of(vocabulary, True, 2, "yes|no")
     # The first byte of a character that no third token may complete.
     broken = next(i for i in range(vocabulary.vocab_size) if vocabulary.spell(i) == b"\xe4")
@@ -108,7 +108,7 @@ def test_a_form_may_follow_a_forced_end(vocabulary: Tokenizer):
     assert guide.finished
 
 
-def test_a_guided_answer_may_come_at_once_or_after_reasoning(tiny_checkpoint: Path):
+def test_a_guided_answer_may_come_at_once_or_after_reasoning(tiny_checkpoint):
     tokenizer = Tokenizer.from_folder(tiny_checkpoint)
     tokenizer._backend.add_tokens([AddedToken(mark, normalized=False) for mark in ("<think>", "</think>")])
     for text in ("no", "<think>well</think>no"):
@@ -119,7 +119,7 @@ def test_a_guided_answer_may_come_at_once_or_after_reasoning(tiny_checkpoint: Pa
         guide_of(tokenizer, False, None, "yes|no").accept(tokenizer.encode("well", False)[0])
 
 
-def test_text_in_the_token_that_ends_a_mark_is_the_answers(tiny_checkpoint: Path):
+def test_text_in_the_token_that_ends_a_mark_is_the_answers(tiny_checkpoint):
     tokenizer = Tokenizer.from_folder(tiny_checkpoint)
     tokenizer._backend.add_tokens([AddedToken("</think>no", normalized=False)])
     guide = guide_of(tokenizer, True, None, "yes|no")

@@ -1,8 +1,6 @@
 """Answers that are calls without a format's marks, and what only looks like them."""
 
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -89,7 +87,7 @@ CONTENT = {
 
 
 @pytest.mark.parametrize("kind", READ)
-def test_a_whole_answer_of_call_objects_is_calls(kind: str, hear: Callable[..., Any]):
+def test_a_whole_answer_of_call_objects_is_calls(kind, hear):
     text, calls = READ[kind]
     for form in ("hermes", "llama3", "pythonic", "cohere", "qwen3_coder", "gemma4"):
         content, _, heard = hear(text, form)
@@ -101,13 +99,13 @@ def test_a_whole_answer_of_call_objects_is_calls(kind: str, hear: Callable[..., 
 
 
 @pytest.mark.parametrize("kind", CONTENT)
-def test_what_is_more_or_less_than_calls_is_content_to_the_last_character(kind: str, hear: Callable[..., Any]):
+def test_what_is_more_or_less_than_calls_is_content_to_the_last_character(kind, hear):
     text = CONTENT[kind]
     assert hear(text) == hear(list(text)) == (text, "", [])
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_every_format_reads_unmarked_calls_and_marked_ones_win(form: str, hear: Callable[..., Any]):
+def test_every_format_reads_unmarked_calls_and_marked_ones_win(form, hear):
     fenced = f"```json\n{WEATHER}\n```"
     assert hear(fenced, form) == ("", "", ONE)
     marked = FORMATS[form].write([("now", {})])
@@ -116,13 +114,13 @@ def test_every_format_reads_unmarked_calls_and_marked_ones_win(form: str, hear: 
         assert (content, calls) == (fenced, [("now", "{}")])
 
 
-def test_harmony_reads_them_in_its_last_message(hear: Callable[..., Any]):
+def test_harmony_reads_them_in_its_last_message(hear):
     marks = next(marks for marks in MARKS if marks.form == "harmony")
     text = f"{marks.begin}Hm.{marks.end}{marks.answer}{WEATHER}<|return|>"
     assert hear(text, "harmony", marks=marks) == hear(list(text), "harmony", marks=marks) == ("", "Hm.", ONE)
 
 
-def test_they_are_read_after_reasoning_and_written_as_they_were(hear: Callable[..., Any]):
+def test_they_are_read_after_reasoning_and_written_as_they_were(hear):
     given = '{ "city":"S\\u00e3o",\n "days": 1.50 }'
     text = f'<think>\nhm\n</think>\n\n```json\n{{"name": "get_weather", "arguments": {given}}}\n```'
     assert hear(text) == ("", "hm", [("get_weather", given)])
@@ -130,12 +128,12 @@ def test_they_are_read_after_reasoning_and_written_as_they_were(hear: Callable[.
     assert json.loads(given) == {"a": "b\nc"}  # a line end in a text, which strict readers of JSON refuse
 
 
-def test_one_that_is_cut_is_content(hear: Callable[..., Any]):
+def test_one_that_is_cut_is_content(hear):
     for end in range(1, len(WEATHER)):
         assert hear(WEATHER[:end], cut=True) == (WEATHER[:end], "", [])
 
 
-def test_where_one_call_may_come_two_are_content(hear: Callable[..., Any]):
+def test_where_one_call_may_come_two_are_content(hear):
     assert hear(WEATHER, parallel=False) == ("", "", ONE)
     for text in (f"{WEATHER}\n{NOW}", f"[{WEATHER}, {NOW}]"):
         assert hear(text, parallel=False) == (text, "", [])
@@ -145,7 +143,7 @@ def test_where_one_call_may_come_two_are_content(hear: Callable[..., Any]):
     ("tools", "goes_on", "shaped"),
     [((), False, False), ([{"name": "now"}], True, False), ([{"name": "now"}], False, True)],
 )
-def test_none_is_read_where_no_call_may_come_or_the_answer_has_begun_or_a_form(tools: Any, goes_on: bool, shaped: bool):
+def test_none_is_read_where_no_call_may_come_or_the_answer_has_begun_or_a_form(tools, goes_on, shaped):
     form = FORMATS["hermes"] if tools else None
     plan = ChatPlan(form, read_tools(tools), False, True, None, False, goes_on=goes_on)
     parser = plan.parser(str, shaped=shaped)
@@ -166,7 +164,7 @@ def test_none_is_read_where_no_call_may_come_or_the_answer_has_begun_or_a_form(t
         (f"{WEATHER}\nThis", f"{WEATHER}\nThis"),
     ],
 )
-def test_text_is_held_back_as_long_as_it_may_be_a_call(text: str, released: str):
+def test_text_is_held_back_as_long_as_it_may_be_a_call(text, released):
     plan = ChatPlan(FORMATS["hermes"], read_tools([{"name": "get_weather"}]), False, True, None, False)
     parser = plan.parser(str)
     assert "".join(parser.push(character).content for character in text) == released

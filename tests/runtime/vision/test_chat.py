@@ -120,7 +120,7 @@ def process(folder: Path, messages: Sequence[Any]) -> Any:
 
 
 @pytest.mark.parametrize("messages", [ONE, SEVERAL])
-def test_the_prompt_and_the_pixels_are_those_of_the_processor(make: Any, folder: Path, messages: Any):
+def test_the_prompt_and_the_pixels_are_those_of_the_processor(make, folder, messages):
     model, session = make()
     expected = process(folder, messages)
     assert model.chat_tokens(messages) == expected["input_ids"][0].tolist()
@@ -131,7 +131,7 @@ def test_the_prompt_and_the_pixels_are_those_of_the_processor(make: Any, folder:
     assert np.array_equal(seen, real[expected["pixel_attention_mask"].reshape(len(real), -1).any(1)])
 
 
-def test_rows_stand_in_the_places_of_image_tokens_in_their_order(make: Any):
+def test_rows_stand_in_the_places_of_image_tokens_in_their_order(make):
     model, session = make()
     model.chat(SEVERAL)
     image = model.manifest.geometry.vision.token_id
@@ -148,7 +148,7 @@ def test_rows_stand_in_the_places_of_image_tokens_in_their_order(make: Any):
     assert len(rows) == (ids == image).sum()
 
 
-def test_an_image_that_comes_again_is_not_computed_again(make: Any, monkeypatch: pytest.MonkeyPatch):
+def test_an_image_that_comes_again_is_not_computed_again(make, monkeypatch):
     model, session = make()
     model.chat(ONE)
     first = len(session.computed)
@@ -160,7 +160,7 @@ def test_an_image_that_comes_again_is_not_computed_again(make: Any, monkeypatch:
     assert len(session.computed) > 3 * first
 
 
-def test_text_that_is_no_part_is_shown_where_the_template_reads_parts_alone(make: Any):
+def test_text_that_is_no_part_is_shown_where_the_template_reads_parts_alone(make):
     model, _ = make(sees=False)
     parts = [{"role": "user", "content": [{"type": "text", "text": "what is this?"}]}]
     plain = [{"role": "user", "content": "what is this?"}]
@@ -168,14 +168,14 @@ def test_text_that_is_no_part_is_shown_where_the_template_reads_parts_alone(make
     assert "what is this?" in model.tokenizer.decode(model.chat_tokens(plain))
 
 
-def test_a_model_without_a_tower_refuses_images_in_one_sentence(make: Any):
+def test_a_model_without_a_tower_refuses_images_in_one_sentence(make):
     model, _ = make(sees=False)
     with pytest.raises(UsageError, check=about("messages")):
         model.chat(ONE)
 
 
 @pytest.mark.threat("image-tokens")
-def test_text_that_spells_an_image_is_text(make: Any):
+def test_text_that_spells_an_image_is_text(make):
     model, _ = make()
     said = [{"role": "user", "content": [{"type": "text", "text": "<image>"}, {"type": "image", "image": CAT}]}]
     ids = model.chat_tokens(said)
@@ -196,19 +196,19 @@ def test_text_that_spells_an_image_is_text(make: Any):
         ({"type": "image", "image": 3}, "holds image 1 as 3, expected the path"),
     ],
 )
-def test_parts_of_another_form_are_refused(make: Any, part: Any, said: str):
+def test_parts_of_another_form_are_refused(make, part, said):
     with pytest.raises(UsageError, match=said):
         make()[0].chat([{"role": "user", "content": [part]}])
 
 
-def test_the_image_that_cannot_be_read_is_named(make: Any):
+def test_the_image_that_cannot_be_read_is_named(make):
     messages = [{"role": "user", "content": [ONE[0]["content"][0], {"type": "image", "image": b"no image"}]}]
     with pytest.raises(RequestError, match="image 2 cannot be read"):
         make()[0].chat(messages)
 
 
 @pytest.mark.threat("image-cost")
-def test_images_beyond_the_context_are_refused_before_they_are_computed(make: Any):
+def test_images_beyond_the_context_are_refused_before_they_are_computed(make):
     model, session = make(context=64)
     many = [{"role": "user", "content": [ONE[0]["content"][0]] * 50}]
     with pytest.raises(ContextError, match="the first 2 of 50 images have 72 tokens, which leaves no room"):
@@ -216,7 +216,7 @@ def test_images_beyond_the_context_are_refused_before_they_are_computed(make: An
     assert not session.computed
 
 
-def test_a_closed_model_computes_no_images(make: Any):
+def test_a_closed_model_computes_no_images(make):
     model, _ = make()
     seen = model.tower.write_images("<image>", [CAT], str, 512)[1]
     model.close()

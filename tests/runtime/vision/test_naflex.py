@@ -52,9 +52,7 @@ def list_shapes(tiles: Tiles) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("width", "height", "rows", "columns", "tall", "wide", "count"), LAYOUTS)
-def test_sizes_are_those_of_the_processor(
-    width: int, height: int, rows: int, columns: int, tall: int, wide: int, count: int
-):
+def test_sizes_are_those_of_the_processor(width, height, rows, columns, tall, wide, count):
     vision = make_naflex()
     tiles = cut(Image.new("RGB", (width, height)), vision)
     assert (tiles.rows, tiles.columns) == ((rows, columns) if count > 1 else (0, 0))
@@ -68,7 +66,7 @@ SIZES = [(1, 1), (40, 31), (733, 1021), *map(tuple, np.random.default_rng(3).int
 
 
 @pytest.mark.parametrize(("mode", "size"), [(MODES[number % len(MODES)], size) for number, size in enumerate(SIZES)])
-def test_pixels_are_those_of_torchvision_but_for_its_rounding(mode: str, size: tuple[int, int]):
+def test_pixels_are_those_of_torchvision_but_for_its_rounding(mode, size):
     image, vision = open_image(draw(mode, *size)), make_naflex()
     tiles = cut(image, vision)
     expected = resize_tiles(image, tiles, vision.tile)
@@ -84,7 +82,7 @@ def test_without_splitting_there_is_one_tile():
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(16, 16), (32, 32), (36, 26), (2, 128), (10, 28)])
-def test_positions_are_weighed_as_transformers_weighs_them(rows: int, columns: int):
+def test_positions_are_weighed_as_transformers_weighs_them(rows, columns):
     import torch
     from transformers.models.siglip2.modeling_siglip2 import Siglip2VisionEmbeddings
 

@@ -55,7 +55,7 @@ def cut(image: Image.Image, vision: Vision = VISION) -> np.ndarray:
 
 @pytest.mark.parametrize("vision", [VISION, WIDER], ids=["14", "16"])
 @pytest.mark.parametrize(("mode", "width", "height"), IMAGES)
-def test_patches_are_those_of_the_processor_to_the_bit(mode: str, width: int, height: int, vision: Vision):
+def test_patches_are_those_of_the_processor_to_the_bit(mode, width, height, vision):
     image = draw(mode, width, height)
     expected, patches = process(image, vision), cut(open_image(image), vision)
     values = make_feeds(patches, vision)["pixel_values"]
@@ -82,7 +82,7 @@ GRIDS = [(1, 1), (2, 3), (4, 4), (5, 4), (9, 7), (1, 13)]
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_positions_and_windows_are_those_of_transformers(grid: tuple[int, int]):
+def test_positions_and_windows_are_those_of_transformers(grid):
     import torch
     from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
@@ -100,7 +100,7 @@ def test_positions_and_windows_are_those_of_transformers(grid: tuple[int, int]):
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_entries_of_the_table_and_their_weights_are_those_of_transformers(grid: tuple[int, int]):
+def test_entries_of_the_table_and_their_weights_are_those_of_transformers(grid):
     import torch
     from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 

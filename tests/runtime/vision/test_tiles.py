@@ -50,7 +50,7 @@ def assert_equal(image: Image.Image, vision: Vision, kind: Any = SmolVLMImagePro
 
 
 @pytest.mark.parametrize(("mode", "width", "height"), IMAGES)
-def test_tiles_and_values_are_those_of_the_processor_to_the_bit(mode: str, width: int, height: int):
+def test_tiles_and_values_are_those_of_the_processor_to_the_bit(mode, width, height):
     assert_equal(draw(mode, width, height), make_vision())
 
 
@@ -62,12 +62,12 @@ def test_tiles_and_values_are_those_of_the_processor_to_the_bit(mode: str, width
         (SmolVLMImageProcessorPil, 500, 999),
     ],
 )
-def test_so_they_are_with_the_sizes_of_real_models(kind: Any, tile: int, longest: int):
+def test_so_they_are_with_the_sizes_of_real_models(kind, tile, longest):
     assert_equal(draw("RGB", 733, 1021), make_vision(tile, longest), kind)
 
 
 @pytest.mark.parametrize("size", [(90, 31), (31, 90), (24, 24)])
-def test_so_is_an_image_that_is_not_cut(size: tuple[int, int]):
+def test_so_is_an_image_that_is_not_cut(size):
     assert_equal(draw("RGB", *size), make_vision(cut=False))
 
 
@@ -84,12 +84,12 @@ def assert_square(image: Image.Image, tile: int) -> None:
 
 
 @pytest.mark.parametrize(("mode", "width", "height"), IMAGES)
-def test_an_image_that_is_resized_at_once_is_that_of_the_processor(mode: str, width: int, height: int):
+def test_an_image_that_is_resized_at_once_is_that_of_the_processor(mode, width, height):
     assert_square(draw(mode, width, height), 24)
 
 
 @pytest.mark.parametrize("transparency", [7, bytes(range(256))])
-def test_transparent_colours_of_a_palette_lie_on_white(transparency: int | bytes):
+def test_transparent_colours_of_a_palette_lie_on_white(transparency):
     image = draw("P", 50, 40)
     image.info["transparency"] = transparency
     assert_equal(image, make_vision())

@@ -98,18 +98,12 @@ def lowered(tmp_path: Path) -> Callable[..., Lowered]:
         each.weights.close()
 
 
-# ------------------------------------------------------------------------------------------------------------ float32
-
-
 @pytest.mark.parametrize("case", random_checkpoints().DENSE, indirect=True)
 def test_float32_equals_the_portable_graph(case, lowered, decoder, portable_logits, ids):
     lowering = lowered(case.export, Float32(), "float32").lower()
     run = decoder(lowering.write(), lowering.geometry)
     for pieces in PIECES.values():
         assert difference(run(ids, pieces), portable_logits(case)) <= FLOAT32_TOLERANCE
-
-
-# ----------------------------------------------------------------------------------------- float16, integer weights
 
 
 @pytest.mark.parametrize("form", FLOAT16_FORMS, ids=str)
@@ -133,9 +127,6 @@ def test_rows_of_different_lengths_decode_together(case, lowered, decoder, ids, 
     logits, _ = decode.run([[ids[length]] for length in lengths], lengths, together)
     alone = [decode.run([[ids[n]]], [n], row)[0][0] for n, row in zip(lengths, rows, strict=True)]
     assert relative_difference(logits, np.stack(alone)) <= FLOAT16_TOLERANCE
-
-
-# ----------------------------------------------------------------------------------------------------- planted errors
 
 
 def scales_of_another_block(lowering: Lowered) -> None:
@@ -188,8 +179,6 @@ def test_a_planted_error_exceeds_the_tolerances(exported, lowered, decoder, ids,
     assert difference(found, wanted) > FLOAT32_TOLERANCE
     assert relative_difference(found, wanted) > FLOAT16_TOLERANCE
 
-
-# ---------------------------------------------------------------------------------------------------- what is emitted
 
 # Operators of the standard domain with the versions of their CUDA kernels, from docs/OperatorKernels.md of ONNX
 # Runtime: a kernel without an end matches its own version only, so an operator that the opset has changed since runs
@@ -326,9 +315,6 @@ def test_fuse_skip_norms_leaves_a_norm_of_something_else(exported, lowered):
     norm.prepend(between)
     norm.replace_input_with(0, between.outputs[0])
     assert lowering.apply("fuse skip norms") == 2
-
-
-# -------------------------------------------------------------------------------------------------------- near misses
 
 
 def test_a_graph_whose_logits_have_another_name_has_nothing_to_rank(exported, lowered):

@@ -82,9 +82,6 @@ def test_a_planted_error_exceeds_the_tolerance(exported, halved, decoder, portab
     assert relative_difference(logits, portable_logits(case)) > HALF_TOLERANCE
 
 
-# ---------------------------------------------------------------------------------------------------------- the default
-
-
 def cache_of(export, **request) -> str:
     chosen, _ = settle(BuildRequest(export, **request), read_export(export).geometry, capabilities("cpu"))
     return chosen.cache

@@ -29,9 +29,6 @@ def compared(lowered, decoder, ids: list[int], folder: Path) -> tuple[np.ndarray
     return found, decoder(portable(lowered, folder / "portable"), lowered.geometry)(ids)
 
 
-# -------------------------------------------------------------------------------------------------------------- float16
-
-
 @varied
 def test_float16_equals_the_portable_graph_on_rounded_weights(case, lowering, decoder, ids, tmp_path):
     lowered = lowering(case.export, Float16())
@@ -47,9 +44,6 @@ def test_a_weight_beyond_float16_is_refused_by_name(source, lowering):
         file.write(np.float32(70_000).tobytes())
     with pytest.raises(BuildError, match=rf"{LAYER}.mlp.up_proj.weight holds weights beyond float16's 65504; keep it"):
         lowering(source, Float16()).save()
-
-
-# --------------------------------------------------------------------------------------------------------- asymmetric
 
 
 @pytest.mark.parametrize("grid", [Grid(4, 32, False), Grid(8, 32, False), Grid(4, 128, False)], ids=str)
@@ -81,8 +75,6 @@ def test_a_planted_error_exceeds_the_float_tolerance(exported, lowering, decoder
     found, wanted = compared(lowered, decoder, ids, tmp_path)
     assert difference(found, wanted) > FLOAT_TOLERANCE
 
-
-# ------------------------------------------------------------------------------------------------- forms by pattern
 
 MIXED = {
     "the projections of attention": {"*.q_proj": EIGHT, "*.k_proj": Float32(), "*.v_proj": Float16()},

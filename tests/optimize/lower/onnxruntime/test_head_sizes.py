@@ -1,7 +1,6 @@
 """Heads that GroupQueryAttention does not rotate are rotated before it; those that it has no kernel for are refused."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +39,7 @@ def test_heads_that_are_not_rotated_exceed_the_tolerance(rotated_apart, lowering
     assert difference(got, decoder(rotated_apart.export, lowered.geometry)(ids)) > 100 * FLOAT_TOLERANCE
 
 
-def test_heads_without_a_kernel_are_refused_before_anything_is_built(exported, tmp_path: Path):
+def test_heads_without_a_kernel_are_refused_before_anything_is_built(exported, tmp_path):
     """TensorRT, as it is installed, fails inside of its attention."""
     export = exported("qwen3-tied-sharded", head_dim=20, num_hidden_layers=1).export
     for target in ("cpu", "cuda"):

@@ -77,7 +77,7 @@ GRAPHS = [{"phase": "prefill"}, {"phase": "prefill", "ragged_rows": True}, {"pha
 
 
 @pytest.mark.parametrize("context", [*GRAPHS, {"phase": "decode", "overwritten": 1, "adapters": True}], ids=str)
-def test_images_are_seen_both_ways_as_in_the_portable_graph(lowered: Any, portable: Any, context: dict[str, Any]):
+def test_images_are_seen_both_ways_as_in_the_portable_graph(lowered, portable, context):
     begun = lowered(**context)
     folder = begun.save()
     assert len(begun.nodes("If")) == len(begun.geometry.attentions)
@@ -85,13 +85,13 @@ def test_images_are_seen_both_ways_as_in_the_portable_graph(lowered: Any, portab
         assert difference(feed(folder, begun.geometry, pieces)[0], portable[0]) < FLOAT_TOLERANCE
 
 
-def test_a_graph_of_steps_has_no_branch_for_images(lowered: Any):
+def test_a_graph_of_steps_has_no_branch_for_images(lowered):
     """It is never given one."""
     assert lowered(phase="decode").before("attend both ways").apply("attend both ways") == 0
 
 
 @pytest.mark.parametrize("kind", ["int8", "int8-channel"])
-def test_a_cache_of_integers_is_read_as_floats(lowered: Any, portable: Any, kind: str, tmp_path: Path):
+def test_a_cache_of_integers_is_read_as_floats(lowered, portable, kind, tmp_path):
     (tmp_path / "store").mkdir()
     store = Store(tmp_path / "store")
     store.write("head", {})
@@ -105,7 +105,7 @@ def test_a_cache_of_integers_is_read_as_floats(lowered: Any, portable: Any, kind
 
 
 @pytest.mark.parametrize("context", GRAPHS, ids=str)
-def test_a_cache_of_half_floats_is_read_as_floats(lowered: Any, portable: Any, context: dict[str, Any]):
+def test_a_cache_of_half_floats_is_read_as_floats(lowered, portable, context):
     begun = lowered(cache="float16", **context)
     found, _ = feed(begun.save(), begun.geometry, PIECES, np.float16)
     assert relative_difference(found, portable[0]) < HALF_TOLERANCE
@@ -122,7 +122,7 @@ def forget_the_window(branch: ir.Graph) -> None:
 
 
 @pytest.mark.parametrize("plant", [forget_those_ahead, forget_the_window])
-def test_a_planted_error_exceeds_the_tolerance(lowered: Any, portable: Any, plant: Any):
+def test_a_planted_error_exceeds_the_tolerance(lowered, portable, plant):
     begun = lowered(phase="prefill").finish()
     plant(begun.nodes("If")[0].attributes["then_branch"].as_graph())
     found, _ = feed(begun.write(), begun.geometry, PIECES)

@@ -59,9 +59,6 @@ def quantized(exported, lowering, decoder, ids, tmp_path):
     return start
 
 
-# ------------------------------------------------------------------------------------------------------------ the graph
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [BIASES, UNTIED, TIED, SINKS])
 @pytest.mark.parametrize("pieces", [PIECES, [1] * 20], ids=str)

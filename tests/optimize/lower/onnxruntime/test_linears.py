@@ -1,20 +1,16 @@
 """Linears and the embedding become what their form says; and a pass that misses its mark is named."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 from doubles.lowerings import varied
 
-from llmc.bundle import Limits, read_export
 from llmc.errors import BuildError
 from llmc.optimize import passes
-from llmc.optimize.lower.context import Computed, Float32, LoweringContext, PerToken, QuantConfigs, WeightOnly
+from llmc.optimize.lower.context import Computed, Float32, PerToken, WeightOnly
 from llmc.optimize.quantize.grid import Grid
-from llmc.optimize.weights.file import WeightFile
-from llmc.optimize.weights.store import Calibrated
 
 BIASES, UNTIED, TIED = "llama-biases", "mistral-window-wide-heads", "qwen3-tied-sharded"
 LAYER = "model.layers.0"
@@ -24,9 +20,6 @@ BLOCKS = WeightOnly(Grid(4, 32))
 def operators(lowered) -> dict[str, int]:
     types = [node.op_type for node in lowered.graph]
     return {op_type: types.count(op_type) for op_type in types}
-
-
-# ------------------------------------------------------------------------------------------------------ lower linears
 
 
 @pytest.mark.parametrize(
@@ -92,9 +85,6 @@ def test_graphs_share_the_weights_they_have_in_common(exported, lowering):
     assert (lowered.folder / "weights.bin").stat().st_size == written
 
 
-# ------------------------------------------------------------------------------------------------ defer token scales
-
-
 def scalings(lowered) -> int:
     """Multiplications by token scales right behind an integer product."""
     products = lowered.nodes("MatMulIntegerToFloat")
@@ -113,9 +103,6 @@ def test_defer_token_scales_moves_the_scales_of_the_up_projections_behind_the_do
 def test_defer_token_scales_leaves_a_projection_with_a_bias(exported, lowering):
     """(y * scales + bias) has no factor per token."""
     assert lowering(exported(BIASES).export, PerToken()).apply("defer token scales") == 0
-
-
-# -------------------------------------------------------------------------------------------- lower embedding, clean up
 
 
 @pytest.mark.parametrize(
@@ -146,11 +133,3 @@ def test_no_dead_node_and_no_unread_initializer_is_left(case, lowering):
         assert alive & {value.name for value in node.outputs}, node.name
         alive |= {value.name for value in node.inputs if value is not None}
     assert set(lowered.graph.initializers) <= alive
-
-
-# ------------------------------------------------------------------------------------------ a pass that misses its mark
-
-
-def decode_plan(export: Path, folder: Path) -> LoweringContext:
-    geometry, limits = read_export(export).geometry, Limits(24, 1, 24)
-    return LoweringContext("decode", geometry, limits, QuantConfigs(BLOCKS, BLOCKS), WeightFile(folder), Calibrated())

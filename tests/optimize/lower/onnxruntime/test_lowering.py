@@ -24,9 +24,6 @@ PIECES = {"one piece": [TOKENS], "chunks": [7, 1, 12], "token by token": [1] * T
 GRIDS = {"8 bits": Grid(8, 32), "4 bits": Grid(4, 32), "blocks wider than the rows": Grid(4, 128)}
 
 
-# ------------------------------------------------------------------------------------------------------------ float32
-
-
 def test_float32_equals_the_portable_graph(case, lowering, decoder, portable_logits, ids):
     lowered = lowering(case.export)
     run = decoder(lowered.save(), lowered.geometry)
@@ -124,9 +121,6 @@ def test_a_planted_error_in_basic_attention_exceeds_the_float_tolerance(
     plant(lowered)
     logits = decoder(lowered.write(), lowered.geometry)(ids, PIECES["chunks"])
     assert difference(logits, portable_logits(case)) > FLOAT_TOLERANCE
-
-
-# ----------------------------------------------------------------------------------------------- weights in blocks
 
 
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)

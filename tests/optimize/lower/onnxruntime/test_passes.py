@@ -26,9 +26,6 @@ def through_identity(reader: ir.Node, index: int) -> None:
     reader.replace_input_with(index, node.outputs[0])
 
 
-# ------------------------------------------------------------------------------------------------------ raise linears
-
-
 def test_raise_linears_keeps_names_weights_and_biases(exported, lowering):
     lowered = lowering(exported(BIASES).export)
     assert lowered.apply("raise linears") == 15
@@ -51,9 +48,6 @@ def test_raise_linears_leaves_an_addition_of_another_name(exported, lowering):
     assert lowered.node("offset").inputs[0] is linear.outputs[0]
 
 
-# -------------------------------------------------------------------------------------------------- pack projections
-
-
 @pytest.mark.parametrize(("name", "inputs"), [(WINDOW, 4), (BIASES, 7)])
 def test_pack_projections_makes_one_linear_of_three(exported, lowering, name, inputs):
     lowered = lowering(exported(name).export)
@@ -74,9 +68,6 @@ def test_pack_projections_refuses_what_is_no_linear(exported, lowering):
         lowered.apply("pack projections")
 
 
-# --------------------------------------------------------------------------------------------------- lower attention
-
-
 def test_lower_attention_reads_the_packed_projection_as_it_is(exported, lowering):
     lowered = lowering(exported(WINDOW).export)
     lowered.apply("lower attention")
@@ -95,9 +86,6 @@ def test_lower_attention_takes_softcaps_apart_where_many_tokens_come_at_once(exp
     assert all(node.attributes["softcap"].as_float() == 2.0 for node in whole)
     assert len([node for node in lowered.nodes("Tanh") if ".self_attn" in node.name]) == 2 - expected
     assert names(lowered.graph.outputs)[1:] == [f"present.{i}.{part}" for i in (0, 1) for part in ("key", "value")]
-
-
-# --------------------------------------------------------------------------------------- norms and activation
 
 
 def test_every_norm_keeps_its_own_epsilon(exported, lowering):

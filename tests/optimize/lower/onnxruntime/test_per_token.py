@@ -66,9 +66,6 @@ def difference(a: np.ndarray, b: np.ndarray) -> float:
     return float((np.abs(a - b).max(axis=1) / np.abs(b).max(axis=1)).max())
 
 
-# -------------------------------------------------------------------------------------------------------- one linear
-
-
 @pytest.fixture
 def linear(exported, part):
     """The packed projection of a layer with biases: from its input to its output."""
@@ -99,9 +96,6 @@ def test_a_planted_error_exceeds_the_linear_tolerance(linear):
         assert difference(run(activations())[0][0], w8a8(*factors, bias)) > LINEAR_TOLERANCE
 
 
-# ----------------------------------------------------------------------------------------------- a whole feed-forward
-
-
 @pytest.fixture(params=[(), ("defer token scales",)], ids=["deferred", "not deferred"])
 def feed_forward(request, exported, part):
     """From the input of gate and up to the output of down."""
@@ -121,9 +115,6 @@ def test_a_token_is_the_same_bit_for_bit_whatever_it_shares_a_call_with(feed_for
     for batch in (2, 3, 24):
         [rows] = run(x.reshape(batch, -1, HIDDEN))
         np.testing.assert_array_equal(rows.reshape(whole.shape), whole)
-
-
-# ------------------------------------------------------------------------------------------------------- whole graphs
 
 
 def prompts(ids: list[int]) -> list[list[int]]:

@@ -190,9 +190,6 @@ def portable_logits(ids: list[int]) -> Callable[[Path], np.ndarray]:
     return get
 
 
-# ---------------------------------------------------------------------------------- what quantized weights stand for
-
-
 def stands_for(weights: np.ndarray, form: QuantConfig, compute: str) -> np.ndarray:
     """The matrix [N, K] that a lowered linear of this form multiplies with, in float32, scales as they are stored."""
     match form:

@@ -29,9 +29,6 @@ QUANTIZED = [name for name in WEIGHTS if name != "float"]
 SOME = ("llama-biases", "mistral-window-wide-heads", "qwen3-tied-sharded")
 
 
-# ------------------------------------------------------------------------------------------------------------ float32
-
-
 def check_every_call(decode, wanted: np.ndarray, ids: list[int]) -> None:
     """Pieces of prompts and single tokens, each in the smallest bucket and in every larger one."""
     for pieces in PIECES.values():
@@ -80,9 +77,6 @@ def test_drafts_are_verified_in_one_call_for_rows_of_different_length(
         logits, _ = decode.run(drafts, [9, 4], cache, bucket, outputs=[[1, 2, 4], [0, 3, 4]])
         assert difference(logits[0], wanted[[10, 11, 13]]) <= FLOAT_TOLERANCE
         assert difference(logits[1], wanted[[4, 7, 8]]) <= FLOAT_TOLERANCE
-
-
-# ----------------------------------------------------------------------------------------------------- planted errors
 
 
 def set_constant(lowered, name: str, change) -> None:
@@ -191,9 +185,6 @@ def test_a_planted_error_in_quantized_weights_exceeds_the_float_tolerance(
     plant(lowered)
     wanted = decoder(portable(lowered))(ids)
     assert difference(decoder(lowered.write())(ids), wanted) > FLOAT_TOLERANCE
-
-
-# ------------------------------------------------------------------------------------------------------------ float16
 
 
 def check_half(case, weights, lowering, decoder, portable, ids) -> None:

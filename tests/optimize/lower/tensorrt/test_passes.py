@@ -50,9 +50,6 @@ def finished(lowering, case, weights: str, compute: str):
     return lowered.finish()
 
 
-# ------------------------------------------------------------------------------------------------- the finished graph
-
-
 @pytest.mark.parametrize("compute", COMPUTES)
 def test_inputs_and_outputs_are_those_of_the_contract(exported, lowering, compute):
     lowered = finished(lowering, exported(BIASES), "float", compute)
@@ -87,9 +84,6 @@ def test_no_dead_node_and_no_unread_initializer_is_left(case, lowering):
     assert all(value.uses() for value in lowered.graph.initializers.values())
 
 
-# --------------------------------------------------------------------------------------------------------------- packs
-
-
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_linears_that_read_the_same_activation_become_one(exported, lowering, weights):
     lowered = lowering(exported(NORMS).export, WEIGHTS[weights])
@@ -116,9 +110,6 @@ def test_linears_in_different_forms_stay_apart(exported, lowering, decoder, port
     assert abs(found - wanted).max() <= 2e-4  # FLOAT_TOLERANCE of test_lowered_graph
 
 
-# ----------------------------------------------------------------------------------------------------------- attention
-
-
 def test_lower_attention_updates_the_cache_in_place_and_reads_what_is_asked_for(exported, lowering):
     lowered = lowering(exported(WINDOW).export)
     assert lowered.apply("lower attention") == 2
@@ -141,9 +132,6 @@ def test_layers_with_the_same_window_share_a_mask(exported, lowering, name, comp
     lowered = lowering(exported(name).export)
     lowered.apply("lower attention")
     assert len({node.inputs[3] for node in lowered.nodes("Attention")}) == comparisons
-
-
-# ------------------------------------------------------------------------------------------------------------- linears
 
 
 def test_integer_weights_are_dequantized_by_output_or_in_blocks_of_inputs(exported, lowering):
@@ -194,9 +182,6 @@ def test_weights_that_tensorrt_does_not_take_are_refused_by_name(exported, lower
         lowering(exported(BIASES).export, stored).apply("lower linears")
 
 
-# --------------------------------------------------------------------------------------------------- norms, embedding
-
-
 @pytest.mark.parametrize("head", [Computed(), INT8, INT4])
 @pytest.mark.parametrize("name", [BIASES, TIED])
 def test_the_embedding_is_in_the_type_of_activations_beside_a_head_of_integers(exported, lowering, name, head):
@@ -207,9 +192,6 @@ def test_the_embedding_is_in_the_type_of_activations_beside_a_head_of_integers(e
     assert (gather.inputs[0].const_value.dtype.name, gather.inputs[1].name) == ("FLOAT16", "input_ids")
     integers = [key for key, value in tables.items() if value.const_value.dtype.name in ("INT8", "INT4")]
     assert len(integers) == (name == TIED and head != Computed())
-
-
-# ------------------------------------------------------------------------------------------ a pass that misses its mark
 
 
 def of_another_kind(op_type: str):

@@ -23,7 +23,7 @@ TURNS = [(agent, turn) for agent, told in RECORDED.items() for turn in ("first",
 
 
 @pytest.mark.parametrize(("name", "turn"), TURNS)
-def test_agents_are_answered(service_url: str, name: str, turn: str):
+def test_agents_are_answered(service_url, name, turn):
     agent = RECORDED[name]
     said = "input" if "input" in agent["first"] else "messages"
     body = {**agent["first"], **SMALL, LONGEST[agent["path"]]: 1}

@@ -28,7 +28,7 @@ def client(service_url: str) -> Iterator[Any]:
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("dumps", [False, True], ids=["objects", "dumps"])
-def test_a_tool_is_called_and_its_result_answered(client: Any, streams: bool, dumps: bool):
+def test_a_tool_is_called_and_its_result_answered(client, streams, dumps):
     asked: dict[str, Any] = {**GREEDY, "messages": [USER], "tools": TOOLS, "tool_choice": ONE}
     if streams:
         with client.messages.stream(**asked) as stream:
@@ -50,7 +50,7 @@ def test_a_tool_is_called_and_its_result_answered(client: Any, streams: bool, du
 
 
 @pytest.mark.parametrize("dumps", [False, True], ids=["objects", "dumps"])
-def test_thoughts_are_given_back(client: Any, dumps: bool):
+def test_thoughts_are_given_back(client, dumps):
     thinking: Any = {"type": "enabled", "budget_tokens": 6}
     answer = client.messages.create(**{**GREEDY, "max_tokens": 24}, messages=[USER], thinking=thinking)
     assert [block.type for block in answer.content] == ["thinking", "text"]
@@ -66,7 +66,7 @@ def test_thoughts_are_given_back(client: Any, dumps: bool):
     assert shown > count(model="able", messages=bare, thinking=thinking).input_tokens
 
 
-def test_what_the_command_line_client_sends_is_accepted(client: Any):
+def test_what_the_command_line_client_sends_is_accepted(client):
     """Edits that change nothing, marks of caches everywhere, and wishes for speed."""
     given: Any = {
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},

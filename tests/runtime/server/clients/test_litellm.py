@@ -19,7 +19,7 @@ def ask(service_url: str, messages: Any, **given: Any) -> Any:
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
-def test_a_tool_is_called_and_answered(service_url: str, streams: bool):
+def test_a_tool_is_called_and_answered(service_url, streams):
     given = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "stream": streams}
     answer = ask(service_url, ASK, **given)
     if streams:
@@ -31,7 +31,7 @@ def test_a_tool_is_called_and_answered(service_url: str, streams: bool):
         assert ask(service_url, [*ASK, message, result], tools=[TOOL], max_tokens=4).choices[0].message.content
 
 
-def test_forms_streams_and_completions(service_url: str):
+def test_forms_streams_and_completions(service_url):
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": ARGUMENTS["properties"]["word"]}}
     assert ask(service_url, ASK, response_format=form).choices[0].message.content in ('"one"', '"two"')
     assert "".join(chunk.choices[0].delta.content or "" for chunk in ask(service_url, ASK, stream=True, max_tokens=4))
@@ -40,7 +40,7 @@ def test_forms_streams_and_completions(service_url: str):
 
 
 @pytest.mark.parametrize("kind", ["ollama", "ollama_chat"])
-def test_ollamas_dialect(service_url: str, kind: str):
+def test_ollamas_dialect(service_url, kind):
     given: Any = {"model": f"{kind}/able", "api_base": service_url, "messages": [{"role": "user", "content": "a"}]}
     options = {"max_tokens": 4, "temperature": 0, "num_ctx": 4096, "repeat_last_n": 64, "mirostat": 0}
     whole = litellm.completion(**given, **options).choices[0].message.content
@@ -49,7 +49,7 @@ def test_ollamas_dialect(service_url: str, kind: str):
     assert litellm.text_completion(model=f"{kind}/able", prompt="a", api_base=service_url, max_tokens=4).choices[0].text
 
 
-def test_ollamas_vectors(service_url: str):
+def test_ollamas_vectors(service_url):
     for given in ("a", ["a", "b"]):
         found = litellm.embedding(model="ollama/embed", api_base=service_url, input=given).data
         assert len(found) == (2 if isinstance(given, list) else 1)

@@ -33,7 +33,7 @@ def bounded(body: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(("name", "case"), CASES, ids=[case.id for _, case in CASES])
-def test_a_case_is_passed(service_url: str, name: str, case: Any):
+def test_a_case_is_passed(service_url, name, case):
     bound = dataclasses.replace(case, build_request=lambda given: bounded(case.build_request(given)), skip_reason=None)
     settings = config.ComplianceConfig(
         base_url=f"{service_url}/v1", api_key="none", model="able", extra_headers={"anthropic-version": "2023-06-01"}

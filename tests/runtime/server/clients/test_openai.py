@@ -22,7 +22,7 @@ def client(service_url: str) -> openai.OpenAI:
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
-def test_a_message_goes_back_as_it_came(client: openai.OpenAI, streams: bool):
+def test_a_message_goes_back_as_it_came(client, streams):
     tools = [openai.pydantic_function_tool(Add)]
     given: Any = {"model": "able", "tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
     if streams:
@@ -38,6 +38,6 @@ def test_a_message_goes_back_as_it_came(client: openai.OpenAI, streams: bool):
         assert answer.choices[0].message.content
 
 
-def test_an_answer_is_parsed(client: openai.OpenAI):
+def test_an_answer_is_parsed(client):
     answer = client.chat.completions.parse(model="able", messages=ASK, response_format=Add)
     assert answer.choices[0].message.parsed and answer.choices[0].message.parsed.word in ("one", "two")

@@ -34,7 +34,7 @@ def result_of(call: Any) -> dict[str, Any]:
     return {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
 
 
-def test_a_tool_is_called_and_its_result_answered(client: Any):
+def test_a_tool_is_called_and_its_result_answered(client):
     with client.responses.stream(input=[USER], **GREEDY, **ONCE) as stream:
         kinds = {event.type for event in stream}
         answer = stream.get_final_response()
@@ -46,7 +46,7 @@ def test_a_tool_is_called_and_its_result_answered(client: Any):
 
 
 @pytest.mark.parametrize("kind", ["objects", "dumps"])
-def test_thoughts_are_given_back_by_who_stores_nothing(client: Any, kind: str):
+def test_thoughts_are_given_back_by_who_stores_nothing(client, kind):
     stateless: dict[str, Any] = {
         "store": False,
         "include": ["reasoning.encrypted_content"],
@@ -60,6 +60,6 @@ def test_thoughts_are_given_back_by_who_stores_nothing(client: Any, kind: str):
     assert later.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens_details.reasoning_tokens
 
 
-def test_an_answer_is_parsed_as_a_type(client: Any):
+def test_an_answer_is_parsed_as_a_type(client):
     found = client.responses.parse(input=[USER], text_format=Sum, **GREEDY).output_parsed
     assert isinstance(found, Sum) and found.a in range(10)

@@ -30,7 +30,7 @@ def end_of(connection: Any) -> Any:
     return next(event for event in connection if event.type in ENDS)
 
 
-def test_a_turn_streams_what_http_streams(client: Any):
+def test_a_turn_streams_what_http_streams(client):
     wanted = client.responses.create(input=[USER], stream=True, **GREEDY)
     with client.responses.connect() as connection:
         connection.response.create(input=[USER], **GREEDY)
@@ -42,7 +42,7 @@ def test_a_turn_streams_what_http_streams(client: Any):
                 break
 
 
-def test_turns_go_on_and_a_tools_result_is_answered_without_a_store(client: Any):
+def test_turns_go_on_and_a_tools_result_is_answered_without_a_store(client):
     with client.responses.connect() as connection:
         connection.response.create(input=[USER], **{**GREEDY, "max_output_tokens": 100}, **ONCE)
         first = end_of(connection).response
@@ -68,7 +68,7 @@ def test_turns_go_on_and_a_tools_result_is_answered_without_a_store(client: Any)
         other.dispatch_events()
 
 
-def test_a_turn_goes_on_from_what_http_stored(client: Any):
+def test_a_turn_goes_on_from_what_http_stored(client):
     stored = client.responses.create(input=[USER], **{**GREEDY, "store": True})
     with client.responses.connect() as connection:
         connection.response.create(input="Go on.", previous_response_id=stored.id, **{**GREEDY, "store": True})
@@ -77,7 +77,7 @@ def test_a_turn_goes_on_from_what_http_stored(client: Any):
     assert [item.role for item in client.responses.input_items.list(second.id)] == ["user", "assistant", "user"]
 
 
-def test_a_prompt_is_prepared_with_its_tools(client: Any):
+def test_a_prompt_is_prepared_with_its_tools(client):
     with client.responses.connect() as connection:
         connection.response.create(input=[USER], generate=False, **GREEDY, **ONCE)
         ready = end_of(connection).response
@@ -87,7 +87,7 @@ def test_a_prompt_is_prepared_with_its_tools(client: Any):
     assert said.usage.input_tokens == ready.usage.input_tokens and said.output
 
 
-def test_a_refusal_names_its_parameter_and_the_next_turn_is_answered(client: Any):
+def test_a_refusal_names_its_parameter_and_the_next_turn_is_answered(client):
     with client.responses.connect() as connection:
         for body in ({"top_p": 2}, {"background": True}, {"nonsense": 1}, {"model": "none"}):
             connection.send({"type": "response.create", "input": "Hi", **GREEDY, **body})
@@ -97,14 +97,14 @@ def test_a_refusal_names_its_parameter_and_the_next_turn_is_answered(client: Any
         assert end_of(connection).type == "response.incomplete"
 
 
-def test_what_is_ignored_is_named(client: Any):
+def test_what_is_ignored_is_named(client):
     with client.responses.connect() as connection:
         connection.response.create(input="Hi", service_tier="flex", **GREEDY)
         created = next(iter(connection))
     assert created.type == "response.created" and created.headers["x-llmc-ignored"] == "service_tier"
 
 
-async def test_an_async_client_has_conversations_at_once(service_url: str):
+async def test_an_async_client_has_conversations_at_once(service_url):
     async with openai.AsyncOpenAI(base_url=f"{service_url}/v1", api_key="none") as client:
         async with client.responses.connect() as connection:
             for name in ("a", "b"):

@@ -1,7 +1,6 @@
 """Anthropic's messages through the official client: texts, thoughts, tools, streams and errors."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -35,7 +34,7 @@ def plain(able_http: httpx.Client, messages: list[dict[str, Any]], **given: Any)
     return able_http.post("/v1/chat/completions", json=body).json()
 
 
-def test_the_answer_is_that_of_chat(able_anthropic: anthropic.Anthropic, able_http: httpx.Client):
+def test_the_answer_is_that_of_chat(able_anthropic, able_http):
     answer = able_anthropic.messages.create(system=[{"type": "text", "text": "Be brief."}], **GREEDY)
     wanted = plain(able_http, [{"role": "system", "content": "Be brief."}, USER])
     assert [block.type for block in answer.content] == ["text"]
@@ -46,7 +45,7 @@ def test_the_answer_is_that_of_chat(able_anthropic: anthropic.Anthropic, able_ht
     assert answer.stop_reason == "max_tokens" and answer.model == "able"
 
 
-def test_a_stream_joins_to_the_whole(able_anthropic: anthropic.Anthropic):
+def test_a_stream_joins_to_the_whole(able_anthropic):
     whole = able_anthropic.messages.create(**GREEDY)
     with able_anthropic.messages.stream(**GREEDY) as stream:
         text = "".join(stream.text_stream)
@@ -60,14 +59,14 @@ def test_a_stream_joins_to_the_whole(able_anthropic: anthropic.Anthropic):
     )
 
 
-def test_the_events_of_a_stream_come_in_the_order_of_the_api(able_anthropic: anthropic.Anthropic):
+def test_the_events_of_a_stream_come_in_the_order_of_the_api(able_anthropic):
     kinds = [event.type for event in able_anthropic.messages.create(stream=True, **THINKING)]
     middle = [kind for kind in kinds if kind != "content_block_delta"]
     assert middle[:2] == ["message_start", "content_block_start"] and kinds[2] == "content_block_delta"
     assert middle[-3:] == ["content_block_stop", "message_delta", "message_stop"]
 
 
-def test_thoughts_are_a_block_of_their_own_within_their_budget(able_anthropic: anthropic.Anthropic):
+def test_thoughts_are_a_block_of_their_own_within_their_budget(able_anthropic):
     answer = able_anthropic.messages.create(**THINKING)
     assert [block.type for block in answer.content] == ["thinking", "text"]
     assert answer.usage.output_tokens_details is not None
@@ -79,7 +78,7 @@ def test_thoughts_are_a_block_of_their_own_within_their_budget(able_anthropic: a
     assert [block.type for block in off.content] == ["text"]
 
 
-def test_a_call_follows_the_schema_of_its_tool(able_anthropic: anthropic.Anthropic):
+def test_a_call_follows_the_schema_of_its_tool(able_anthropic):
     answer = able_anthropic.messages.create(**CALLED)
     call = answer.content[-1]
     assert answer.stop_reason == "tool_use" and call.type == "tool_use"
@@ -91,7 +90,7 @@ def test_a_call_follows_the_schema_of_its_tool(able_anthropic: anthropic.Anthrop
     ]
 
 
-def test_a_conversation_goes_on_after_a_call(able_anthropic: anthropic.Anthropic, able_http: httpx.Client):
+def test_a_conversation_goes_on_after_a_call(able_anthropic, able_http):
     """What the client was given, it gives back as it is; templates read it as they read OpenAI's form."""
     asked = able_anthropic.messages.create(**CALLED)
     call = asked.content[-1]
@@ -121,7 +120,7 @@ def test_a_conversation_goes_on_after_a_call(able_anthropic: anthropic.Anthropic
     assert counted.input_tokens == total
 
 
-def test_a_stop_sequence_is_named(able_anthropic: anthropic.Anthropic):
+def test_a_stop_sequence_is_named(able_anthropic):
     text = able_anthropic.messages.create(**GREEDY).content[0].text
     stop = text[len(text) // 2 :][:3]
     answer = able_anthropic.messages.create(stop_sequences=[stop], **GREEDY)
@@ -129,7 +128,7 @@ def test_a_stop_sequence_is_named(able_anthropic: anthropic.Anthropic):
     assert answer.content[0].text == text[: text.index(stop)] if answer.content else text.startswith(stop)
 
 
-def test_an_answer_may_fill_the_context_and_no_more(able_anthropic: anthropic.Anthropic, able_http: httpx.Client):
+def test_an_answer_may_fill_the_context_and_no_more(able_anthropic, able_http):
     room = able_http.get("/v1/models/able").json()["max_model_len"]
     schema = {"type": "string", "minLength": 100_000, "maxLength": 100_000}
     given = {**GREEDY, "max_tokens": 20_000, "messages": [{"role": "user", "content": "a " * (room - 40)}]}
@@ -141,9 +140,7 @@ def test_an_answer_may_fill_the_context_and_no_more(able_anthropic: anthropic.An
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) + usage.output_tokens == room
 
 
-def test_an_answer_that_has_begun_is_gone_on_with(
-    able_anthropic: anthropic.Anthropic, able_http: httpx.Client, able_bundle: Path
-):
+def test_an_answer_that_has_begun_is_gone_on_with(able_anthropic, able_http, able_bundle):
     begun = {"role": "assistant", "content": [{"type": "text", "text": "def "}, {"type": "text", "text": "add("}]}
     answer = able_anthropic.messages.create(**{**GREEDY, "messages": [USER, begun]})
     turns = [USER, {"role": "assistant", "content": "def add("}]
@@ -192,20 +189,20 @@ def test_an_answer_that_has_begun_is_gone_on_with(
         ),
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(able_http: httpx.Client, given: dict[str, Any], said: str):
+def test_what_is_not_honoured_is_refused_by_name(able_http, given, said):
     answer = able_http.post("/v1/messages", json={**BODY, **given}, headers=VERSION)
     body = answer.json()
     assert answer.status_code == 400 and body["type"] == "error"
     assert body["error"]["type"] == "invalid_request_error" and said in body["error"]["message"]
 
 
-def test_the_version_of_the_api_is_required(able_http: httpx.Client):
+def test_the_version_of_the_api_is_required(able_http):
     for headers in ({}, {"anthropic-version": "2023-01-01"}):
         answer = able_http.post("/v1/messages", json=BODY, headers=headers)
         assert answer.status_code == 400 and "anthropic-version" in answer.json()["error"]["message"]
 
 
-def test_errors_are_those_of_the_client(able_anthropic: anthropic.Anthropic):
+def test_errors_are_those_of_the_client(able_anthropic):
     with pytest.raises(anthropic.NotFoundError, match="'none' is not here") as caught:
         able_anthropic.messages.create(**{**GREEDY, "model": "none"})
     assert caught.value.type == "not_found_error"
@@ -215,7 +212,7 @@ def test_errors_are_those_of_the_client(able_anthropic: anthropic.Anthropic):
         able_anthropic.messages.create(**{**GREEDY, "messages": [{"role": "user", "content": "a " * 5000}]})
 
 
-def test_an_error_amid_a_stream_is_raised_by_the_client(able_anthropic: anthropic.Anthropic):
+def test_an_error_amid_a_stream_is_raised_by_the_client(able_anthropic):
     given = {**GREEDY, "max_tokens": 400, "extra_body": {"deadline_s": 0.05, "ignore_eos": True}}
     with pytest.raises(anthropic.APIStatusError, match="deadline") as caught:
         for _ in able_anthropic.messages.create(stream=True, **given):

@@ -69,7 +69,7 @@ def test_every_parameter_of_the_official_client_is_known():
 
 
 @pytest.mark.parametrize("effort", ["low", "medium", "high", "xhigh", "max"])
-def test_effort_of_a_model_without_thoughts_is_named(http: httpx.Client, effort: str):
+def test_effort_of_a_model_without_thoughts_is_named(http, effort):
     assert ask(http, output_config={"effort": effort})[1] == {"output_config.effort"}
 
 
@@ -84,15 +84,13 @@ def test_effort_of_a_model_without_thoughts_is_named(http: httpx.Client, effort:
     ],
 )
 @pytest.mark.parametrize("goes_on", [False, True])
-def test_a_model_without_thoughts_keeps_any_bound_of_them(
-    http: httpx.Client, thinking: dict[str, Any], named: set[str], goes_on: bool
-):
+def test_a_model_without_thoughts_keeps_any_bound_of_them(http, thinking, named, goes_on):
     messages = [USER, {"role": "assistant", "content": "def"}] if goes_on else [USER]
     answer, ignored = ask(http, messages=messages, thinking=thinking, max_tokens=1025, stop_sequences=["e", "a", " "])
     assert ignored == named and {block["type"] for block in answer["content"]} <= {"text"}
 
 
-def test_thoughts_that_are_left_out_are_empty_blocks(able_anthropic: anthropic.Anthropic):
+def test_thoughts_that_are_left_out_are_empty_blocks(able_anthropic):
     given: dict[str, Any] = {"model": "able", "messages": [USER], "max_tokens": 24, "extra_body": {"temperature": 0}}
     thinking: Any = {"type": "enabled", "budget_tokens": 6, "display": "omitted"}
     whole = able_anthropic.messages.create(thinking=thinking, **given).content
@@ -103,7 +101,7 @@ def test_thoughts_that_are_left_out_are_empty_blocks(able_anthropic: anthropic.A
     assert whole[1].text == streamed[1].text == shown[1].text
 
 
-def test_parameters_for_anthropics_servers_are_named(http: httpx.Client):
+def test_parameters_for_anthropics_servers_are_named(http):
     given = {
         "context_management": {
             "edits": [{"type": "clear_tool_uses_20250919", "keep": {"type": "tool_uses", "value": 1}}]
@@ -119,7 +117,7 @@ def test_parameters_for_anthropics_servers_are_named(http: httpx.Client):
     assert ask(http, **given)[1] == named
 
 
-def test_tools_of_anthropics_own_are_left_out_and_named(able_http: httpx.Client):
+def test_tools_of_anthropics_own_are_left_out_and_named(able_http):
     given = [
         {"type": kind, "name": kind[:-9]} for kind in sorted(kinds(BetaToolUnionParam) - {"custom", "mcp_toolset"})
     ]
@@ -131,7 +129,7 @@ def test_tools_of_anthropics_own_are_left_out_and_named(able_http: httpx.Client)
 
 
 @pytest.mark.parametrize("tools", [[SEARCH], [SEARCH, TOOL]])
-def test_a_tool_that_cannot_be_run_is_refused_where_it_is_forced(able_http: httpx.Client, tools: list[Any]):
+def test_a_tool_that_cannot_be_run_is_refused_where_it_is_forced(able_http, tools):
     body = {**BODY, "model": "able", "tools": tools, "tool_choice": {"type": "tool", "name": "web_search"}}
     answer = able_http.post("/v1/messages", json=body, headers=VERSION)
     assert answer.status_code == 400 and "web_search_20250305" in answer.json()["error"]["message"]
@@ -140,7 +138,7 @@ def test_a_tool_that_cannot_be_run_is_refused_where_it_is_forced(able_http: http
         assert answer.status_code == 400 and "tool_choice" in answer.json()["error"]["message"]
 
 
-def test_blocks_of_anthropics_own_are_left_out_and_named(able_http: httpx.Client):
+def test_blocks_of_anthropics_own_are_left_out_and_named(able_http):
     foreign = [{"type": kind} for kind in sorted(kinds(BetaContentBlockParam)) if FOREIGN.fullmatch(kind)]
     pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "aGk="}}
     text = {"type": "text", "text": "So."}
@@ -174,7 +172,7 @@ def test_blocks_of_anthropics_own_are_left_out_and_named(able_http: httpx.Client
         ({"type": "search_result", "title": "T", "source": "s", "content": [{"type": "text", "text": "d"}]}, "T\ns\nd"),
     ],
 )
-def test_documents_that_are_text_are_read(able_http: httpx.Client, block: dict[str, Any], text: str):
+def test_documents_that_are_text_are_read(able_http, block, text):
     result = {"type": "tool_result", "tool_use_id": "a", "content": [block]}
     turns = [{"role": "user", "content": [result, block]}]
     assert count(able_http, turns) == count(
@@ -182,7 +180,7 @@ def test_documents_that_are_text_are_read(able_http: httpx.Client, block: dict[s
     )
 
 
-def test_a_thread_is_refused_in_the_words_that_clients_compare(able_http: httpx.Client):
+def test_a_thread_is_refused_in_the_words_that_clients_compare(able_http):
     for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
         answer = able_http.post("/v1/messages?beta=true", json={**BODY, "thread": thread}, headers=VERSION)
         details = answer.json()["error"]["details"]
@@ -191,7 +189,7 @@ def test_a_thread_is_refused_in_the_words_that_clients_compare(able_http: httpx.
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_the_clients_tool_runner_goes_on_without_a_thread(able_anthropic: anthropic.Anthropic, streams: bool):
+def test_the_clients_tool_runner_goes_on_without_a_thread(able_anthropic, streams):
     results = []
 
     @anthropic.beta_tool
@@ -234,7 +232,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": "2"}
         ),
     ],
 )
-def test_turns_that_follow_each_other_are_one(able_http: httpx.Client, turns: list[Any], one: list[Any]):
+def test_turns_that_follow_each_other_are_one(able_http, turns, one):
     if turns[-1]["role"] == "assistant" and isinstance(turns[-1]["content"], list):
         turns, one = (
             [*given, {"role": "user", "content": [RESULT, {**RESULT, "tool_use_id": "c2"}]}] for given in (turns, one)
@@ -261,7 +259,7 @@ REFUSES = (
         (REFUSES, "<system>r\ns<user>a\nt<assistant>b<user>c"),
     ],
 )
-def test_a_system_message_in_the_middle_is_shown(source: str, wanted: str):
+def test_a_system_message_in_the_middle_is_shown(source, wanted):
     template = ChatTemplate({"default": source}, {})
     turns = [("system", "s"), ("user", "a"), ("system", "t"), ("assistant", "b"), ("user", "c")]
     body = MessageRequest(
@@ -270,19 +268,19 @@ def test_a_system_message_in_the_middle_is_shown(source: str, wanted: str):
     assert template.render(body.fit(body.plain(), template)) == wanted
 
 
-def test_a_system_message_ends_where_clear_at_says(able_http: httpx.Client):
+def test_a_system_message_ends_where_clear_at_says(able_http):
     brief = {"role": "system", "content": [{"type": "text", "text": "Be brief."}], "clear_at": "next_user_message"}
     assert count(able_http, [USER, brief, ANSWER, USER]) == count(able_http, [USER, ANSWER, USER])
     assert count(able_http, [USER, brief]) > count(able_http, [USER])
 
 
-def test_the_billing_header_of_claude_code_is_not_shown(able_http: httpx.Client):
+def test_the_billing_header_of_claude_code_is_not_shown(able_http):
     mark = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197; cch=a1b2c;"}
     brief = {"type": "text", "text": "Be brief."}
     assert count(able_http, [USER], system=[mark, brief]) == count(able_http, [USER], system="Be brief.")
 
 
-def test_output_format_is_a_form_too(able_http: httpx.Client):
+def test_output_format_is_a_form_too(able_http):
     form = {"type": "json_schema", "schema": {"enum": [1, 2]}}
     answer, _ = ask(able_http, model="able", output_format=form, max_tokens=8)
     assert answer["content"][0]["text"] in ("1", "2")

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
-import openai
 import pytest
 from doubles.serving import retold, serving
 
-from llmc.runtime import Model
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.dialects import completions
 from llmc.runtime.server.dialects.openai import text_offsets
@@ -19,7 +17,7 @@ from llmc.runtime.server.dialects.openai import text_offsets
 GREEDY: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0}
 
 
-def test_the_text_is_that_of_the_engine(client: openai.OpenAI, model: Model):
+def test_the_text_is_that_of_the_engine(client, model):
     answer = client.completions.create(prompt="def add(a, b):", **GREEDY)
     wanted = model.generate("def add(a, b):", max_tokens=12, temperature=0)
     assert answer.choices[0].text == wanted.text
@@ -31,7 +29,7 @@ def test_the_text_is_that_of_the_engine(client: openai.OpenAI, model: Model):
     )
 
 
-def test_a_stream_joins_to_the_whole_and_ends_with_the_usage_that_was_asked_for(client: openai.OpenAI):
+def test_a_stream_joins_to_the_whole_and_ends_with_the_usage_that_was_asked_for(client):
     whole = client.completions.create(prompt="import ", **GREEDY)
     options: Any = {"stream": True, "stream_options": {"include_usage": True}}
     chunks = list(client.completions.create(prompt="import ", **options, **GREEDY))
@@ -45,7 +43,7 @@ def test_a_stream_joins_to_the_whole_and_ends_with_the_usage_that_was_asked_for(
     ("path", "said"),
     [("completions", {"prompt": "x"}), ("chat/completions", {"messages": [{"role": "user", "content": "x"}]})],
 )
-def test_a_stream_tells_at_its_end_what_was_asked_for_alone(http: httpx.Client, path: str, said: dict[str, Any]):
+def test_a_stream_tells_at_its_end_what_was_asked_for_alone(http, path, said):
     body = {**said, "stream": True, "max_tokens": 2}
     lines = [line for line in http.post(f"/v1/{path}", json=body).text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]" and not any('"usage"' in line for line in lines)
@@ -62,9 +60,7 @@ def test_a_stream_tells_at_its_end_what_was_asked_for_alone(http: httpx.Client, 
         ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 2, "temperature": 1}),
     ],
 )
-def test_each_chunk_of_a_stream_tells_the_usage_so_far_where_that_is_asked_for(
-    http: httpx.Client, path: str, said: dict[str, Any], include: bool
-):
+def test_each_chunk_of_a_stream_tells_the_usage_so_far_where_that_is_asked_for(http, path, said, include):
     options = {"include_usage": include, "continuous_usage_stats": True}
     body = {"max_tokens": 4, "temperature": 0, **said, "stream": True, "stream_options": options}
     lines = http.post(f"/v1/{path}", json=body).text.replace("data: [DONE]", "").split("\n\n")
@@ -81,7 +77,7 @@ def test_each_chunk_of_a_stream_tells_the_usage_so_far_where_that_is_asked_for(
     assert counts[0] < max(counts) or "echo" in said  # which comes whole
 
 
-def test_several_prompts_and_outputs_are_numbered_prompt_by_prompt(client: openai.OpenAI, model: Model):
+def test_several_prompts_and_outputs_are_numbered_prompt_by_prompt(client, model):
     prompts = ["def f(", "class A"]
     # One token each: later ones come from steps that the prompts share, whose graph is the one that is faster here.
     given: dict[str, Any] = {"model": "tiny", "max_tokens": 1, "temperature": 2.0, "seed": 7, "n": 2}
@@ -99,7 +95,7 @@ def test_several_prompts_and_outputs_are_numbered_prompt_by_prompt(client: opena
     assert streamed == wanted
 
 
-def test_logprobs_and_the_echo_cover_prompt_and_completion(client: openai.OpenAI, model: Model):
+def test_logprobs_and_the_echo_cover_prompt_and_completion(client, model):
     answer = client.completions.create(prompt="def add(a, b):", logprobs=2, echo=True, **GREEDY)
     choice = answer.choices[0]
     wanted = model.generate("def add(a, b):", max_tokens=12, temperature=0, logprobs=2, prompt_logprobs=2)
@@ -117,7 +113,7 @@ def test_logprobs_and_the_echo_cover_prompt_and_completion(client: openai.OpenAI
     assert "".join(found.text for chunk in plain for found in chunk.choices) == choice.text
 
 
-def test_the_log_probabilities_of_a_prompt_need_no_completion(client: openai.OpenAI, model: Model):
+def test_the_log_probabilities_of_a_prompt_need_no_completion(client, model):
     given: dict[str, Any] = {"model": "tiny", "max_tokens": 0, "echo": True, "logprobs": 1}
     answer = client.completions.create(prompt=["import os", "def f("], **given)
     for text, choice in zip(("import os", "def f("), answer.choices, strict=True):
@@ -129,7 +125,7 @@ def test_the_log_probabilities_of_a_prompt_need_no_completion(client: openai.Ope
     assert answer.usage is not None and answer.usage.completion_tokens == 0
 
 
-def test_tokens_that_are_not_in_the_text_take_no_room_there(model: Model):
+def test_tokens_that_are_not_in_the_text_take_no_room_there(model):
     text = "def naïve():"
     bos, ids = model.tokenizer.token_to_id("<|im_start|>"), model.tokenizer.encode(text)
     assert bos is not None
@@ -162,7 +158,7 @@ def test_other_servers_spellings_are_read():
         ({"structured_outputs": {"regex": "a"}, "regex": "b"}, "structured_outputs"),
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(http: httpx.Client, given: dict[str, Any], param: str):
+def test_what_is_not_honoured_is_refused_by_name(http, given, param):
     answer = http.post("/v1/completions", json={"prompt": "x", **given})
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -170,7 +166,7 @@ def test_what_is_not_honoured_is_refused_by_name(http: httpx.Client, given: dict
 
 
 @pytest.mark.threat("tokenize-cost")
-def test_log_probabilities_of_prompts_are_bounded(http: httpx.Client, monkeypatch: pytest.MonkeyPatch):
+def test_log_probabilities_of_prompts_are_bounded(http, monkeypatch):
     body = {"prompt": ["a b c", "a b c"], "max_tokens": 1, "echo": True, "logprobs": 4}
     whole = http.post("/v1/completions", json=body).json()
     entries = 5 * (whole["usage"]["prompt_tokens"])
@@ -214,7 +210,7 @@ def complete(client: httpx.Client, **body: Any) -> Any:
     return answer.json()
 
 
-def test_control_tokens_that_a_raw_prompt_spells_are_tokens_unless_the_request_says_otherwise(gaps: httpx.Client):
+def test_control_tokens_that_a_raw_prompt_spells_are_tokens_unless_the_request_says_otherwise(gaps):
     def count(prompt: str, **given: Any) -> int:
         return int(complete(gaps, prompt=prompt, **given)["usage"]["prompt_tokens"])
 
@@ -225,7 +221,7 @@ def test_control_tokens_that_a_raw_prompt_spells_are_tokens_unless_the_request_s
     assert "".join(echoed["logprobs"]["tokens"]) == GAP
 
 
-def test_a_suffix_is_after_the_gap_that_the_completion_fills(gaps: httpx.Client):
+def test_a_suffix_is_after_the_gap_that_the_completion_fills(gaps):
     wanted, filled = complete(gaps, prompt=GAP), complete(gaps, prompt=BEFORE, suffix=AFTER)
     assert filled["usage"] == wanted["usage"] and filled["choices"] == wanted["choices"]
     several = complete(gaps, prompt=[BEFORE, BEFORE], suffix=AFTER, echo=True)["choices"]
@@ -247,6 +243,6 @@ def test_a_suffix_is_after_the_gap_that_the_completion_fills(gaps: httpx.Client)
         ({"suffix": ["a"]}, "suffix"),
     ],
 )
-def test_a_gap_that_cannot_be_filled_is_refused(gaps: httpx.Client, given: dict[str, Any], param: str):
+def test_a_gap_that_cannot_be_filled_is_refused(gaps, given, param):
     answer = gaps.post("/v1/completions", json={"prompt": BEFORE, **given})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text

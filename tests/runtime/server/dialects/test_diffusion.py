@@ -22,7 +22,7 @@ def service(diffusion_models: Path) -> Iterator[httpx.Client]:
             yield client
 
 
-def test_answers_are_those_of_the_model_whole_and_streamed(service: httpx.Client, diffusion_models: Path):
+def test_answers_are_those_of_the_model_whole_and_streamed(service, diffusion_models):
     body = {"messages": MESSAGES, **ASKED, "block_length": 16}
     with load(diffusion_models / "Dream-fp32", threads=1, self_test=False) as model:
         said, text = model.chat(MESSAGES, **ASKED, block_length=16).text, model.generate("import os", **ASKED).text
@@ -44,6 +44,6 @@ def test_answers_are_those_of_the_model_whole_and_streamed(service: httpx.Client
         ({"block_length": 0}, "block_length"),
     ],
 )
-def test_what_it_cannot_do_is_refused_by_name(service: httpx.Client, more, name):
+def test_what_it_cannot_do_is_refused_by_name(service, more, name):
     answer = service.post("/chat/completions", json={"messages": MESSAGES, **ASKED, **more})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == name

@@ -1,7 +1,6 @@
 """Vectors and rankings through OpenAI's client and plain HTTP."""
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -18,7 +17,7 @@ TEXTS = ["a b", "def f(x): return x", "c"]
 EQUAL = 1e-6
 
 
-def test_vectors_are_those_of_the_model(able_openai: openai.OpenAI, encoder_bundles: dict[str, Path]):
+def test_vectors_are_those_of_the_model(able_openai, encoder_bundles):
     """The client asks for base64 by itself."""
     answer = able_openai.embeddings.create(model="embed", input=TEXTS, dimensions=8)
     with load(encoder_bundles["embed"], kind=Embedder, threads=1, self_test=False) as model:
@@ -29,14 +28,14 @@ def test_vectors_are_those_of_the_model(able_openai: openai.OpenAI, encoder_bund
     assert answer.usage.prompt_tokens == answer.usage.total_tokens == tokens and answer.model == "embed"
 
 
-def test_numbers_and_base64_say_the_same(able_openai: openai.OpenAI):
+def test_numbers_and_base64_say_the_same(able_openai):
     given: dict[str, Any] = {"model": "embed", "input": "a b"}
     numbers = able_openai.embeddings.create(encoding_format="float", **given).data[0].embedding
     assert able_openai.embeddings.create(**given).data[0].embedding == pytest.approx(numbers)
 
 
 @pytest.mark.threat("embedding-cost")
-def test_requests_that_may_not_wait_are_refused(encoder_bundles: dict[str, Path]):
+def test_requests_that_may_not_wait_are_refused(encoder_bundles):
     """More at once than compute and may wait."""
     config = ServerConfig(models={"embed": encoder_bundles["embed"]}, threads=1, max_queue=1)
     body = {"input": ["word " * 60] * 300, "truncate": True}
@@ -53,7 +52,7 @@ async def _vectors(url: str) -> list[float]:
         return answer.data[0].embedding
 
 
-def test_documents_are_ranked_by_the_models_scores(able_http: httpx.Client, encoder_bundles: dict[str, Path]):
+def test_documents_are_ranked_by_the_models_scores(able_http, encoder_bundles):
     documents = ["one", "two", {"text": "three"}]
     body = {"model": "rank", "query": "a b", "documents": documents, "return_documents": True, "top_n": 2}
     answer = able_http.post("/v1/rerank", json=body).json()
@@ -83,12 +82,12 @@ def test_documents_are_ranked_by_the_models_scores(able_http: httpx.Client, enco
         ("rerank", {"model": "rank", "query": "a", "documents": ["b"], "max_tokens_per_doc": 8}, "max_tokens_per_doc"),
     ],
 )
-def test_what_cannot_be_encoded_is_refused(able_http: httpx.Client, route: str, given: dict[str, Any], said: str):
+def test_what_cannot_be_encoded_is_refused(able_http, route, given, said):
     answer = able_http.post(f"/v1/{route}", json=given)
     assert answer.status_code == 400 and said in answer.json()["error"]["message"]
 
 
-def test_errors_are_those_of_the_client(able_openai: openai.OpenAI):
+def test_errors_are_those_of_the_client(able_openai):
     with pytest.raises(openai.NotFoundError, match="'none' is not here"):
         able_openai.embeddings.create(model="none", input="a")
     with pytest.raises(openai.BadRequestError, match="embeds texts"):

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import httpx2 as httpx
 import openai
 import pytest
 
@@ -12,7 +11,7 @@ from llmc.runtime.text.tokenizer import Tokenizer
 VERSION = {"anthropic-version": "2023-06-01"}
 
 
-def test_the_models_are_listed(client: openai.OpenAI):
+def test_the_models_are_listed(client):
     assert [found.id for found in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "llmc"
     with pytest.raises(openai.NotFoundError):
@@ -29,7 +28,7 @@ def asked(text: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.threat("tokenize-cost")
 @pytest.mark.parametrize("path", asked(""))
-def test_tokens_are_charged_as_those_of_prompts(http: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str):
+def test_tokens_are_charged_as_those_of_prompts(http, monkeypatch, path):
     spent: list[int] = []
     monkeypatch.setattr(Client, "spend", lambda client, tokens: spent.append(tokens))
     answer = http.post(path, json=asked("a")[path], headers=VERSION)
@@ -38,7 +37,7 @@ def test_tokens_are_charged_as_those_of_prompts(http: httpx.Client, monkeypatch:
 
 @pytest.mark.threat("tokenize-cost")
 @pytest.mark.parametrize("path", asked(""))
-def test_texts_that_no_context_holds_are_not_tokenized(http: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str):
+def test_texts_that_no_context_holds_are_not_tokenized(http, monkeypatch, path):
     monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
     error = http.post(path, json=asked("a " * 1_000_000)[path], headers=VERSION).json()["error"]
     assert "tokens" in error["message"] and "input" not in error

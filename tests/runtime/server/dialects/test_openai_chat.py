@@ -48,7 +48,7 @@ CALLED: dict[str, Any] = {
 }
 
 
-def test_the_answer_is_that_of_the_engine(client: openai.OpenAI, model: Model):
+def test_the_answer_is_that_of_the_engine(client, model):
     answer = client.chat.completions.create(**GREEDY)
     wanted = model.chat(MESSAGES, max_tokens=12, temperature=0)
     assert answer.choices[0].message.content == wanted.text
@@ -57,7 +57,7 @@ def test_the_answer_is_that_of_the_engine(client: openai.OpenAI, model: Model):
     assert answer.system_fingerprint is not None
 
 
-def test_a_stream_joins_to_the_whole(client: openai.OpenAI):
+def test_a_stream_joins_to_the_whole(client):
     whole = client.chat.completions.create(**GREEDY)
     chunks = list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **GREEDY))
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -67,7 +67,7 @@ def test_a_stream_joins_to_the_whole(client: openai.OpenAI):
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_content_in_parts_and_developers_are_read(client: openai.OpenAI, model: Model):
+def test_content_in_parts_and_developers_are_read(client, model):
     parts: Any = [{"type": "text", "text": "Write "}, {"type": "text", "text": "a function."}]
     messages: Any = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
     answer = client.chat.completions.create(**{**GREEDY, "messages": messages})
@@ -75,7 +75,7 @@ def test_content_in_parts_and_developers_are_read(client: openai.OpenAI, model: 
     assert answer.choices[0].message.content == model.chat(plain, max_tokens=12, temperature=0).text
 
 
-def test_logprobs_come_with_the_bytes_of_tokens(client: openai.OpenAI):
+def test_logprobs_come_with_the_bytes_of_tokens(client):
     answer = client.chat.completions.create(logprobs=True, top_logprobs=2, **GREEDY)
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None
@@ -105,7 +105,7 @@ def test_logprobs_come_with_the_bytes_of_tokens(client: openai.OpenAI):
     ],
     ids=lambda wanted: wanted["type"],
 )
-def test_the_answer_has_the_form_that_was_asked_for(client: openai.OpenAI, wanted: Any):
+def test_the_answer_has_the_form_that_was_asked_for(client, wanted):
     answer = client.chat.completions.create(**{**GREEDY, "max_tokens": 200, "response_format": wanted})
     if answer.choices[0].finish_reason == "stop":
         json.loads(answer.choices[0].message.content or "")
@@ -113,7 +113,7 @@ def test_the_answer_has_the_form_that_was_asked_for(client: openai.OpenAI, wante
         assert wanted["type"] == "json_object"
 
 
-def test_a_required_call_follows_the_schema_of_its_tool(client: openai.OpenAI):
+def test_a_required_call_follows_the_schema_of_its_tool(client):
     answer = client.chat.completions.create(**CALLED)
     assert answer.choices[0].finish_reason == "tool_calls"
     for call in answer.choices[0].message.tool_calls or [None]:
@@ -121,7 +121,7 @@ def test_a_required_call_follows_the_schema_of_its_tool(client: openai.OpenAI):
         assert json.loads(call.function.arguments)["a"] in range(10)
 
 
-def test_a_call_is_streamed_as_deltas(client: openai.OpenAI):
+def test_a_call_is_streamed_as_deltas(client):
     whole = client.chat.completions.create(**CALLED).choices[0].message.tool_calls
     name, arguments = "", ""
     for chunk in client.chat.completions.create(stream=True, **CALLED):
@@ -133,7 +133,7 @@ def test_a_call_is_streamed_as_deltas(client: openai.OpenAI):
     assert whole and (name, arguments) == ("add", whole[0].function.arguments)
 
 
-def test_calls_and_results_that_the_template_does_not_show_are_refused(client: openai.OpenAI):
+def test_calls_and_results_that_the_template_does_not_show_are_refused(client):
     asked = client.chat.completions.create(**CALLED).choices[0].message
     result = {"role": "tool", "tool_call_id": asked.tool_calls[0].id, "content": "3"}  # type: ignore[index]
     messages = [*MESSAGES, asked.model_dump(exclude_none=True), result]
@@ -189,7 +189,7 @@ def test_calls_and_results_that_the_template_does_not_show_are_refused(client: o
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(http: httpx.Client, given: dict[str, Any], param: str):
+def test_what_is_not_honoured_is_refused_by_name(http, given, param):
     answer = http.post("/v1/chat/completions", json={"messages": MESSAGES, **given})
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -218,9 +218,7 @@ def test_what_is_not_honoured_is_refused_by_name(http: httpx.Client, given: dict
                                                      "cache_control": {"type": "ephemeral"}}]}]}, "cache_control"),
     ],
 )  # fmt: skip
-def test_what_cannot_change_the_answer_is_accepted_and_named(
-    http: httpx.Client, given: dict[str, Any], names: str | None
-):
+def test_what_cannot_change_the_answer_is_accepted_and_named(http, given, names):
     plain = http.post("/v1/chat/completions", json=GREEDY)
     unbounded = {name: value for name, value in given.items() if name != "max_completion_tokens"}
     answer = http.post("/v1/chat/completions", json={**GREEDY, **unbounded})
@@ -231,7 +229,7 @@ def test_what_cannot_change_the_answer_is_accepted_and_named(
 
 
 @pytest.mark.threat("honest-parameters")
-def test_what_an_answer_carried_may_come_back(able_http: httpx.Client, able_openai: openai.OpenAI):
+def test_what_an_answer_carried_may_come_back(able_http, able_openai):
     asked = able_openai.chat.completions.create(**{**CALLED, "model": "able"}).choices[0].message
     assert asked.tool_calls and asked.tool_calls[0].id.startswith("call_")
     said = {**asked.model_dump(), "provider_specific_fields": {"a": 1}, "reasoning_content": "Hm."}
@@ -267,7 +265,7 @@ LOOSE: dict[str, Any] = {
 
 
 @pytest.mark.threat("tool-schemas")
-def test_a_tool_that_need_not_be_called_may_have_rules_that_cannot_be_enforced(able_http: httpx.Client):
+def test_a_tool_that_need_not_be_called_may_have_rules_that_cannot_be_enforced(able_http):
     def ask(strict: bool = False, **given: Any) -> httpx.Response:
         tool = {"type": "function", "function": {"name": "add", "parameters": LOOSE, "strict": strict}}
         return able_http.post("/v1/chat/completions", json={**GREEDY, "model": "able", "tools": [tool], **given})
@@ -284,7 +282,7 @@ def test_a_tool_that_need_not_be_called_may_have_rules_that_cannot_be_enforced(a
         assert error["param"] == PLACE and error["message"].startswith(f"{PLACE} ")
 
 
-def test_a_call_that_a_stop_text_breaks_off_is_text_in_every_dialect(able_http: httpx.Client):
+def test_a_call_that_a_stop_text_breaks_off_is_text_in_every_dialect(able_http):
     tool, asked = TOOL["function"], {**GREEDY, "model": "able", "max_tokens": 100}
     schema = tool["parameters"]
     chat = {**asked, "tools": [TOOL], "tool_choice": "required", "stop": ['"a"']}
@@ -306,7 +304,7 @@ def test_a_call_that_a_stop_text_breaks_off_is_text_in_every_dialect(able_http: 
     assert [part["text"] for item in response["output"] for part in item["content"]] == [said]
 
 
-def test_the_length_of_answers_is_told_to_models_whose_template_shows_it(able_http: httpx.Client):
+def test_the_length_of_answers_is_told_to_models_whose_template_shows_it(able_http):
     def prompt_tokens(**given: Any) -> int:
         body = {"model": "able", "messages": MESSAGES, "max_tokens": 1, **given}
         return int(able_http.post("/v1/chat/completions", json=body).json()["usage"]["prompt_tokens"])
@@ -319,7 +317,7 @@ def test_the_length_of_answers_is_told_to_models_whose_template_shows_it(able_ht
     assert refused["param"] == "chat_template_kwargs" and "contradicts verbosity" in refused["message"]
 
 
-def test_the_usage_tells_the_tokens_of_thoughts(able_openai: openai.OpenAI, able_http: httpx.Client):
+def test_the_usage_tells_the_tokens_of_thoughts(able_openai, able_http):
     given: dict[str, Any] = {**GREEDY, "model": "able", "max_tokens": 160, "reasoning_effort": "minimal"}
     usage = able_openai.chat.completions.create(**given).usage
     responses = {"model": "able", "input": MESSAGES, "max_output_tokens": 160, "reasoning": {"effort": "minimal"}}
@@ -353,9 +351,7 @@ PICKY = NAMED_EFFORT + "{% if reasoning_effort not in ('none', 'high') %}{{ rais
         (PICKY, "low", None, False),  # the budget is what it comes to
     ],
 )
-def test_effort_is_a_hint_that_a_template_follows_or_not(
-    template: str, effort: str, variables: dict[str, Any] | None, ignored: bool
-):
+def test_effort_is_a_hint_that_a_template_follows_or_not(template, effort, variables, ignored):
     named: list[str] = []
     model: Any = SimpleNamespace(chat_template=ChatTemplate({"default": template}, {}))
     model.reasoning_variables = partial(Model.reasoning_variables, model)
@@ -371,9 +367,7 @@ def test_a_given_effort_and_another_one_contradict():
 
 
 @pytest.mark.parametrize("given", [{"num_beams": 2}, {"continue_final_message": True}])
-def test_an_effort_without_room_for_thoughts_is_ignored_and_a_budget_refused(
-    able_http: httpx.Client, given: dict[str, Any]
-):
+def test_an_effort_without_room_for_thoughts_is_ignored_and_a_budget_refused(able_http, given):
     messages = [*MESSAGES, {"role": "assistant", "content": "So"}][: 2 if "continue_final_message" in given else 1]
     body = {"model": "able", "messages": messages, "max_tokens": 2, "temperature": 0, **given}
     answer = able_http.post("/v1/chat/completions", json={**body, "reasoning_effort": "low"})
@@ -404,14 +398,7 @@ THOUGHT = "<|channel|>analysis<|message|>How many?<|end|><|start|>assistant<|cha
     ],
     ids=["text", "call"],
 )
-def test_a_stream_of_harmony_joins_to_the_whole(
-    harmony: openai.OpenAI,
-    monkeypatch: pytest.MonkeyPatch,
-    said: str,
-    content: str | None,
-    called: list[tuple[str, str]],
-    reason: str,
-):
+def test_a_stream_of_harmony_joins_to_the_whole(harmony, monkeypatch, said, content, called, reason):
     """A stand-in for gpt-oss: the small model with its template, made to say what it would say."""
     stream_chat = Model.stream_chat
     monkeypatch.setattr(

@@ -1,7 +1,6 @@
 """OpenAI's responses through the official client: items, streams, tools, and conversations that are stored."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -40,7 +39,7 @@ def plain(able_http: httpx.Client, messages: list[dict[str, Any]], **given: Any)
     return able_http.post("/v1/chat/completions", json=body).json()
 
 
-def test_the_answer_is_that_of_chat(able_openai: openai.OpenAI, able_http: httpx.Client):
+def test_the_answer_is_that_of_chat(able_openai, able_http):
     answer = able_openai.responses.create(instructions="Be brief.", metadata={"a": "b"}, **GREEDY)
     wanted = plain(able_http, [{"role": "system", "content": "Be brief."}, USER])
     assert answer.output_text == wanted["choices"][0]["message"]["content"]
@@ -50,7 +49,7 @@ def test_the_answer_is_that_of_chat(able_openai: openai.OpenAI, able_http: httpx
     assert answer.metadata == {"a": "b"} and answer.instructions == "Be brief." and answer.temperature == 0
 
 
-def test_a_stream_has_every_event_and_joins_to_the_whole(able_openai: openai.OpenAI):
+def test_a_stream_has_every_event_and_joins_to_the_whole(able_openai):
     whole = able_openai.responses.create(**GREEDY)
     events = list(able_openai.responses.create(stream=True, **GREEDY))
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -69,7 +68,7 @@ def test_a_stream_has_every_event_and_joins_to_the_whole(able_openai: openai.Ope
     assert events[-1].response.usage.output_tokens == whole.usage.output_tokens
 
 
-def test_thoughts_are_an_item_of_their_own(able_openai: openai.OpenAI):
+def test_thoughts_are_an_item_of_their_own(able_openai):
     given = {**GREEDY, "reasoning": {"effort": "minimal"}, "max_output_tokens": 160}
     answer = able_openai.responses.create(**given)
     assert answer.output[0].type == "reasoning" and answer.usage is not None
@@ -80,7 +79,7 @@ def test_thoughts_are_an_item_of_their_own(able_openai: openai.OpenAI):
     assert [item.type for item in events[-1].response.output] == [item.type for item in answer.output]
 
 
-def test_a_call_follows_its_schema_and_is_streamed(able_openai: openai.OpenAI):
+def test_a_call_follows_its_schema_and_is_streamed(able_openai):
     answer = able_openai.responses.create(**CALLED)
     call = answer.output[-1]
     assert answer.status == "completed" and call.type == "function_call" and call.name == "add"
@@ -92,7 +91,7 @@ def test_a_call_follows_its_schema_and_is_streamed(able_openai: openai.OpenAI):
     assert "".join(deltas) == "".join(event.arguments for event in done)
 
 
-def test_a_conversation_goes_on_with_items(able_openai: openai.OpenAI, able_http: httpx.Client):
+def test_a_conversation_goes_on_with_items(able_openai, able_http):
     """What the client was given, it gives back as it is."""
     asked = able_openai.responses.create(**CALLED)
     call = asked.output[-1]
@@ -120,7 +119,7 @@ def test_a_conversation_goes_on_with_items(able_openai: openai.OpenAI, able_http
         assert found.usage is not None and found.usage.input_tokens == wanted["usage"]["prompt_tokens"]
 
 
-def test_a_stored_conversation_goes_on_and_can_be_read_and_deleted(able_openai: openai.OpenAI):
+def test_a_stored_conversation_goes_on_and_can_be_read_and_deleted(able_openai):
     first = able_openai.responses.create(**GREEDY)
     second = able_openai.responses.create(**{**GREEDY, "input": "Go on.", "previous_response_id": first.id})
     turns: Any = [USER, *first.output, {"role": "user", "content": [{"type": "input_text", "text": "Go on."}]}]
@@ -138,7 +137,7 @@ def test_a_stored_conversation_goes_on_and_can_be_read_and_deleted(able_openai: 
             able_openai.responses.retrieve(gone)
 
 
-def test_logprobs_are_those_of_the_text(able_openai: openai.OpenAI):
+def test_logprobs_are_those_of_the_text(able_openai):
     answer = able_openai.responses.create(include=["message.output_text.logprobs"], top_logprobs=2, **GREEDY)
     part = answer.output[0].content[0]
     assert b"".join(bytes(token.bytes) for token in part.logprobs).decode().startswith(part.text)
@@ -171,14 +170,14 @@ def test_logprobs_are_those_of_the_text(able_openai: openai.OpenAI):
         ({"safety_identifier": "x" * 257}, "safety_identifier"),
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(able_http: httpx.Client, given: dict[str, Any], param: str):
+def test_what_is_not_honoured_is_refused_by_name(able_http, given, param):
     answer = able_http.post("/v1/responses", json={"model": "able", "input": "a", **given})
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["type"] == "invalid_request_error"
     assert error["param"] == param
 
 
-def test_what_changes_no_answer_is_accepted_and_named(able_http: httpx.Client):
+def test_what_changes_no_answer_is_accepted_and_named(able_http):
     given = {
         "service_tier": "flex",
         "stream_options": {"include_obfuscation": True},
@@ -197,7 +196,7 @@ def test_what_changes_no_answer_is_accepted_and_named(able_http: httpx.Client):
     ]
 
 
-def test_errors_are_those_of_the_client(able_openai: openai.OpenAI, able_http: httpx.Client):
+def test_errors_are_those_of_the_client(able_openai, able_http):
     with pytest.raises(openai.NotFoundError, match="'none' is not here"):
         able_openai.responses.create(model="none", input="a")
     with pytest.raises(openai.BadRequestError, match="embeds texts"):
@@ -205,15 +204,12 @@ def test_errors_are_those_of_the_client(able_openai: openai.OpenAI, able_http: h
     assert able_http.get("/v1/responses/resp-1?stream=true&include=all").status_code == 400
 
 
-def test_a_server_that_keeps_nothing_says_so(tiny_bundle: Path):
+def test_a_server_that_keeps_nothing_says_so(tiny_bundle):
     with serving(ServerConfig(models={"tiny": tiny_bundle}, threads=1, response_store_bytes=0)) as url:
         body = {"input": "a", "max_output_tokens": 2}
         assert httpx.post(f"{url}/v1/responses", json=body).json()["store"] is False
         refused = httpx.post(f"{url}/v1/responses", json={**body, "store": True})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "store"
-
-
-# ------------------------------------------------------------------------------------------------------------ the store
 
 
 def named(name: str, previous: str | None = None, text: str = "") -> tuple[str, Stored]:
@@ -256,7 +252,7 @@ def test_what_was_used_longest_ago_makes_room_and_conversations_stay_whole():
         store.get(None, "b")
 
 
-def test_what_is_kept_is_read_as_it_was_sent_without_being_parsed(http: httpx.Client, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_kept_is_read_as_it_was_sent_without_being_parsed(http, monkeypatch):
     sent = http.post("/v1/responses", json={"input": "a", "max_output_tokens": 4, "top_logprobs": 2})
     monkeypatch.setattr("llmc.runtime.server.dialects.responses.read", lambda kept: pytest.fail("it was parsed"))
     assert http.get(f"/v1/responses/{sent.json()['id']}").content == sent.content
@@ -281,14 +277,12 @@ def test_bytes_are_bounded():
 @pytest.mark.parametrize(
     ("given", "temperature"), [({}, 0), ({"seed": 1}, 0), ({"mirostat": 2}, 1), ({"top_k": 5}, 1), ({"min_p": 0.1}, 1)]
 )
-def test_the_temperature_is_told_that_the_answer_is_drawn_with(
-    able_http: httpx.Client, given: dict[str, Any], temperature: float
-):
+def test_the_temperature_is_told_that_the_answer_is_drawn_with(able_http, given, temperature):
     asked = {"model": "able", "input": "a", "max_output_tokens": 1, **given}
     assert able_http.post("/v1/responses", json=asked).json()["temperature"] == temperature
 
 
-def test_input_tokens_are_those_that_the_request_would_have(able_openai: openai.OpenAI):
+def test_input_tokens_are_those_that_the_request_would_have(able_openai):
     given: dict[str, Any] = {"instructions": "Be brief.", "tools": [TOOL], "reasoning": {"effort": "low"}}
     first = able_openai.responses.create(**GREEDY, **given)
     for more in ({}, {"previous_response_id": first.id}):

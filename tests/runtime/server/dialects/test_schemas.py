@@ -75,7 +75,7 @@ def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("given", RESPONSES.values(), ids=RESPONSES)
-def test_a_response_its_events_and_its_items_are_as_published(able_http: httpx.Client, given: dict[str, Any]):
+def test_a_response_its_events_and_its_items_are_as_published(able_http, given):
     whole = able_http.post("/v1/responses", json={**RESPONSE, **given}).json()
     events = events_of(able_http.post("/v1/responses", json={**RESPONSE, **given, "stream": True}))
     for event in events:
@@ -96,7 +96,7 @@ def test_a_response_its_events_and_its_items_are_as_published(able_http: httpx.C
 
 
 @pytest.mark.parametrize("given", MESSAGES.values(), ids=MESSAGES)
-def test_a_message_and_its_events_are_as_published(able_http: httpx.Client, given: dict[str, Any]):
+def test_a_message_and_its_events_are_as_published(able_http, given):
     version = {"anthropic-version": "2023-06-01"}
     whole = able_http.post("/v1/messages", json={**MESSAGE, **given}, headers=version).json()
     events = events_of(able_http.post("/v1/messages", json={**MESSAGE, **given, "stream": True}, headers=version))
@@ -129,9 +129,7 @@ TEXT: dict[str, Any] = {"model": "able", "prompt": "def f(", "max_tokens": 8}
     ],
     ids=["chat", "completion", "embeddings"],
 )
-def test_answers_of_the_older_routes_are_as_published(
-    able_http: httpx.Client, path: str, body: dict[str, Any], kind: Any, piece: Any
-):
+def test_answers_of_the_older_routes_are_as_published(able_http, path, body, kind, piece):
     check(kind, able_http.post(path, json=body).json())
     if piece is not None:
         events = able_http.post(path, json={**body, "stream": True}).text.replace("data: [DONE]", "")
@@ -139,7 +137,7 @@ def test_answers_of_the_older_routes_are_as_published(
             check(piece, json.loads(line.removeprefix("data: ")))
 
 
-def test_ids_are_written_as_published(able_http: httpx.Client):
+def test_ids_are_written_as_published(able_http):
     response = able_http.post("/v1/responses", json={**RESPONSE, **RESPONSES["calls"]}).json()
     version = {"anthropic-version": "2023-06-01"}
     message = able_http.post("/v1/messages", json={**MESSAGE, **MESSAGES["calls"]}, headers=version).json()
@@ -153,9 +151,7 @@ LOOSE = {"type": "object", "properties": {"a": {"type": "array", "items": {"type
 
 
 @pytest.mark.parametrize("strict", [None, False, True])
-def test_a_schema_that_cannot_be_enforced_is_loosened_unless_its_tool_is_strict(
-    able_http: httpx.Client, strict: bool | None
-):
+def test_a_schema_that_cannot_be_enforced_is_loosened_unless_its_tool_is_strict(able_http, strict):
     version = {"anthropic-version": "2023-06-01"}
     function = {"type": "function", "name": "add", "parameters": LOOSE, "strict": strict}
     used = {"name": "add", "input_schema": LOOSE, "strict": strict}

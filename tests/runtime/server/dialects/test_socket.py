@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -164,7 +163,7 @@ def until(true: Callable[[], Any]) -> None:
 
 
 class TestAnswers:
-    def test_are_the_events_of_the_stream(self, service: Service):
+    def test_are_the_events_of_the_stream(self, service):
         with service.connect() as client:
             client.send(create(model="m", stream_id="main", stream=False))
             created, delta, last = answer(client)
@@ -179,13 +178,13 @@ class TestAnswers:
         assert created["headers"] == {"x-llmc-ignored": "user"}
 
     @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"], ids=["lf", "crlf"])
-    def test_of_an_upstream_may_come_in_any_pieces(self, service: Service, line_end: bytes):
+    def test_of_an_upstream_may_come_in_any_pieces(self, service, line_end):
         service.app.line_end, service.app.piece = line_end, 7
         with service.connect() as client:
             client.send(create())
             assert [one["type"] for one in answer(client)][1:] == ["response.output_text.delta", "response.incomplete"]
 
-    def test_of_one_stream_come_in_order_and_of_others_meanwhile(self, service: Service):
+    def test_of_one_stream_come_in_order_and_of_others_meanwhile(self, service):
         with service.connect() as client:
             for given, stream in (("wait", None), ("Hi", None), ("wait", "a"), ("Hi", "b")):
                 client.send(create(given, stream_id=stream))
@@ -199,7 +198,7 @@ class TestAnswers:
             "resp_4",
         ]
 
-    def test_that_break_off_end_with_an_error(self, service: Service):
+    def test_that_break_off_end_with_an_error(self, service):
         with service.connect() as client:
             client.send(create("break", stream_id="a"))
             last = answer(client)[-1]
@@ -207,7 +206,7 @@ class TestAnswers:
             client.send(create())
             assert answer(client)[-1]["type"] == "response.incomplete"
 
-    def test_whose_client_leaves_are_cancelled_and_those_after_them_never_begin(self, service: Service):
+    def test_whose_client_leaves_are_cancelled_and_those_after_them_never_begin(self, service):
         with service.connect() as client:
             client.send(create("wait"))
             client.send(create("wait"))
@@ -216,7 +215,7 @@ class TestAnswers:
         time.sleep(0.05)
         assert len(service.app.bodies) == 1
 
-    def test_that_say_nothing_prepare_the_next_one(self, service: Service):
+    def test_that_say_nothing_prepare_the_next_one(self, service):
         with service.connect() as client:
             for asked in ({"generate": False}, {"prompt_cache_options": {"prewarm": True}}):
                 client.send(create(max_output_tokens=9, **asked))
@@ -231,7 +230,7 @@ class TestAnswers:
 
 
 class TestConversations:
-    def test_go_on_without_a_store_on_their_own_connection(self, service: Service):
+    def test_go_on_without_a_store_on_their_own_connection(self, service):
         with service.connect() as client, service.connect() as other:
             client.send(create("One", store=False))
             first = answer(client)[-1]["response"]
@@ -250,7 +249,7 @@ class TestConversations:
         )
         assert (unknown["input"], unknown["previous_response_id"]) == (turns[2:], second["id"])
 
-    def test_go_on_from_what_is_stored(self, service: Service):
+    def test_go_on_from_what_is_stored(self, service):
         with service.connect() as client:
             client.send(create("One"))
             stored = answer(client)[-1]["response"]
@@ -261,7 +260,7 @@ class TestConversations:
         assert [body.get("previous_response_id") for body in service.app.bodies] == [None, stored["id"], stored["id"]]
         assert len(service.app.bodies[2]["input"]) == 3
 
-    def test_that_are_nowhere_are_refused_in_openais_words(self, service: Service):
+    def test_that_are_nowhere_are_refused_in_openais_words(self, service):
         with service.connect() as client:
             client.send(create("refuse", previous_response_id="resp_0"))
             (refused,) = answer(client)
@@ -269,7 +268,7 @@ class TestConversations:
         assert (refused["status"], error["code"]) == (400, "previous_response_not_found")
         assert (error["param"], error["type"]) == ("previous_response_id", "invalid_request_error")
 
-    def test_are_forgotten_with_their_connection(self, monkeypatch: pytest.MonkeyPatch):
+    def test_are_forgotten_with_their_connection(self, monkeypatch):
         config, app = ServerConfig(), Scripted()
         around = Sockets(app, config)
         with listening(around, **uvicorn_options(config)) as address:
@@ -307,7 +306,7 @@ GARBAGE: dict[str, tuple[str | bytes, str]] = {
 class TestFrames:
     @pytest.mark.threat("websocket")
     @pytest.mark.parametrize("name", GARBAGE)
-    def test_that_are_garbage_are_refused_and_those_after_them_answered(self, service: Service, name: str):
+    def test_that_are_garbage_are_refused_and_those_after_them_answered(self, service, name):
         frame, said = GARBAGE[name]
         with service.connect() as client:
             client.send(frame)
@@ -317,7 +316,7 @@ class TestFrames:
             assert answer(client)[-1]["type"] == "response.incomplete"
         assert len(service.app.bodies) == 1
 
-    def test_in_text_that_is_none_end_the_connection(self, service: Service, caplog: pytest.LogCaptureFixture):
+    def test_in_text_that_is_none_end_the_connection(self, service, caplog):
         with service.connect() as client:
             client.send(b"\xff", text=True)
             assert closing_code(client) == 1007
@@ -325,7 +324,7 @@ class TestFrames:
 
     @pytest.mark.threat("websocket")
     @pytest.mark.parametrize("parts", [1, 10])
-    def test_larger_than_a_body_end_the_connection(self, service: Service, parts: int):
+    def test_larger_than_a_body_end_the_connection(self, service, parts):
         with service.connect() as client:
             client.send("a" * 101_000 if parts == 1 else ["a" * 11_000] * parts)
             assert closing_code(client) == 1009
@@ -334,12 +333,12 @@ class TestFrames:
     @pytest.mark.parametrize(
         "frame", [b"\x89\x80\0\0\0\0", b"\x01\x80\0\0\0\0" + b"\0\x80\0\0\0\0" * 9], ids=["pings", "parts"]
     )
-    def test_without_end_and_without_content_end_the_connection(self, service: Service, frame: bytes):
+    def test_without_end_and_without_content_end_the_connection(self, service, frame):
         with service.connect() as client:
             client.socket.sendall(frame[:6] + frame[-6:] * (MOST_FRAMES * 4))
             assert closing_code(client) == 1008
 
-    def test_beyond_those_that_may_wait_are_refused(self, service: Service):
+    def test_beyond_those_that_may_wait_are_refused(self, service):
         with service.connect() as client:
             for _ in range(sockets.MOST_UNANSWERED):
                 client.send(create("wait"))
@@ -351,14 +350,14 @@ class TestFrames:
             assert sum(answer(client)[-1]["type"] != "error" for _ in range(64)) == 64
 
     @pytest.mark.threat("websocket")
-    def test_that_wait_have_as_many_bytes_as_one_body(self, service: Service):
+    def test_that_wait_have_as_many_bytes_as_one_body(self, service):
         with service.connect() as client:
             for given in ("wait", "a" * 60_000, "a" * 60_000):
                 client.send(create(given))
             refused = next(one for one in (get(client), get(client)) if one["type"] == "error")
             assert refused["error"]["code"] == "queue_full" and "60" in refused["error"]["message"]
 
-    def test_of_more_streams_than_a_connection_may_have_are_refused(self, service: Service):
+    def test_of_more_streams_than_a_connection_may_have_are_refused(self, service):
         with service.connect() as client:
             for number in range(sockets.MOST_STREAMS + 1):
                 client.send(create(stream_id=f"s-{number}"))
@@ -368,7 +367,7 @@ class TestFrames:
                 client.send(create(stream_id=stream))
                 assert answer(client)[-1]["type"] == "response.incomplete"
 
-    def test_that_steer_get_their_input_back(self, service: Service):
+    def test_that_steer_get_their_input_back(self, service):
         with service.connect() as client:
             client.send(json.dumps({"type": "response.steer", "previous_response_id": "resp_1", "input": "Stop."}))
             failed = get(client)
@@ -382,9 +381,7 @@ class TestGuards:
         ("name", "value", "status", "code"),
         [("Origin", "https://evil.example", 403, "foreign_origin"), ("Host", "evil.example", 400, "unknown_host")],
     )
-    def test_refuse_foreign_pages_in_the_handshake(
-        self, service: Service, name: str, value: str, status: int, code: str
-    ):
+    def test_refuse_foreign_pages_in_the_handshake(self, service, name, value, status, code):
         offer = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
         with closing(http.client.HTTPConnection(*service.address, timeout=WAIT_S)) as client:
             client.request("GET", ROUTE, headers={**offer, "Sec-WebSocket-Key": "a" * 22 + "==", name: value})
@@ -398,7 +395,7 @@ class TestGuards:
                 assert answer(client)[-1]["type"] == "response.incomplete"
 
     @pytest.mark.threat("websocket")
-    def test_ask_for_a_key_at_the_handshake_and_at_each_frame(self, tmp_path: Path):
+    def test_ask_for_a_key_at_the_handshake_and_at_each_frame(self, tmp_path):
         keys = tmp_path / "keys.toml"
 
         def write(name: str) -> None:
@@ -436,7 +433,7 @@ class TestGuards:
                 service.connect()
             assert refused.value.response.status_code == 503
 
-    def test_log_each_frame_as_a_request_and_nothing_else(self, service: Service, caplog: pytest.LogCaptureFixture):
+    def test_log_each_frame_as_a_request_and_nothing_else(self, service, caplog):
         with caplog.at_level(logging.INFO), service.connect("?secret=1") as client:
             client.send(create())
             answer(client)
@@ -469,9 +466,7 @@ class TestEnd:
         thread.join(WAIT_S)
         assert not thread.is_alive()
 
-    def test_comes_with_age_and_the_official_client_connects_again(
-        self, service: Service, monkeypatch: pytest.MonkeyPatch
-    ):
+    def test_comes_with_age_and_the_official_client_connects_again(self, service, monkeypatch):
         monkeypatch.setattr(sockets, "MOST_S", 0.2)
         codes: list[int] = []
 
@@ -485,9 +480,7 @@ class TestEnd:
                 found = [get_kind(next(iter(connection))) for _ in range(4)]
         assert codes == [1001] and found == ["websocket_connection_limit_reached", *KINDS]
 
-    async def test_comes_with_age_and_the_official_async_client_connects_again(
-        self, service: Service, monkeypatch: pytest.MonkeyPatch
-    ):
+    async def test_comes_with_age_and_the_official_async_client_connects_again(self, service, monkeypatch):
         monkeypatch.setattr(sockets, "MOST_S", 0.2)
         sending: list[Any] = []
 

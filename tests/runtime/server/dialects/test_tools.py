@@ -4,7 +4,6 @@ import json
 from typing import Any, get_args
 
 import httpx2 as httpx
-import openai
 import pytest
 from openai.types.responses import Response, ResponseInputItemParam, ResponseStreamEvent, ToolParam
 from pydantic import TypeAdapter
@@ -55,9 +54,6 @@ def functions(found: Toolbox) -> list[dict[str, Any]]:
     return [each["function"] for each in found.plain() or ()]
 
 
-# --------------------------------------------------------------------------------------------------- what is offered
-
-
 def test_tools_of_a_namespace_are_offered_with_its_name_and_its_purpose_once():
     found = box(AGENTS, namespace("other", function("close")), function("close"))
     assert [each["name"] for each in functions(found)] == ["agents__close", "agents__send", "other__close", "close"]
@@ -93,9 +89,7 @@ MESSAGE_TOOLS = [{"type": "bash_20250124", "name": "bash"}, {"name": "bad", "inp
          {"input[1].tools[0].parameters"}),
     ],
 )  # fmt: skip
-def test_places_in_tools_are_those_that_the_client_knows(
-    able_http: httpx.Client, path: str, given: dict[str, Any], places: set[str]
-):
+def test_places_in_tools_are_those_that_the_client_knows(able_http, path, given, places):
     body = {**(GREEDY if path == "responses" else CHAT), **given}
     answer = able_http.post(f"/v1/{path}", json=body, headers={"anthropic-version": "2023-06-01"})
     assert answer.status_code == 200, answer.text
@@ -127,7 +121,7 @@ def test_a_tool_that_comes_twice_is_one_and_another_of_its_name_is_refused():
         ("responses", {"tools": [{"type": "function", "function": {"name": "a"}}]}, "tools[0].name"),
     ],
 )  # fmt: skip
-def test_a_member_that_is_missing_has_its_own_place(able_http: httpx.Client, path: str, given: Any, param: str):
+def test_a_member_that_is_missing_has_its_own_place(able_http, path, given, param):
     answer = able_http.post(f"/v1/{path}", json={**(GREEDY if path == "responses" else CHAT), **given})
     assert answer.json()["error"]["param"] == param
 
@@ -151,7 +145,7 @@ def test_a_member_that_is_missing_has_its_own_place(able_http: httpx.Client, pat
         (None, 4, "auto"),
     ],
 )  # fmt: skip
-def test_a_choice_names_tools_as_the_client_does(choice: Any, offered: int, chosen: str):
+def test_a_choice_names_tools_as_the_client_does(choice, offered, chosen):
     found = box(function("add"), AGENTS, CODE, {"type": "web_search"}, choice=choice)
     assert (len(found.offered), found.choice) == (offered, chosen)
 
@@ -174,7 +168,7 @@ def test_a_choice_names_tools_as_the_client_does(choice: Any, offered: int, chos
         ([LARK], "required", "tools"),
     ],
 )  # fmt: skip
-def test_a_promise_that_cannot_be_kept_is_refused(tools: list[Any], choice: Any, param: str):
+def test_a_promise_that_cannot_be_kept_is_refused(tools, choice, param):
     with pytest.raises(ApiError) as refused:
         box(*tools, choice=choice).plain()
     assert (refused.value.status, refused.value.param) == (400, param)
@@ -192,11 +186,8 @@ def test_a_custom_tool_is_a_function_of_a_text_that_fits_its_format():
     ("arguments", "text"),
     [('{"input": "a\\nb"}', "a\nb"), ('{"input": "a', "a"), ('{"input": "a\\', "a\\"), ("{", ""), ("[1]", "")],
 )
-def test_the_input_of_a_cut_call_is_what_there_is(arguments: str, text: str):
+def test_the_input_of_a_cut_call_is_what_there_is(arguments, text):
     assert read_input(arguments).rstrip('"') == text
-
-
-# ------------------------------------------------------------------------------------------------- kinds that there are
 
 
 def literal_types(union: Any) -> list[str]:
@@ -219,7 +210,7 @@ def test_the_official_package_has_the_kinds_that_are_tried():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tools_that_the_service_cannot_run_are_left_out_and_named(able_http: httpx.Client, stream: bool):
+def test_tools_that_the_service_cannot_run_are_left_out_and_named(able_http, stream):
     known = {"function", "namespace", "custom"}
     others = sorted({*TOOL_TYPES, "tool_of_tomorrow"} - known)
     tools = [*({"type": kind, "anything": 1} for kind in others), function("add", output_schema=SCHEMA, examples=[1])]
@@ -230,7 +221,7 @@ def test_tools_that_the_service_cannot_run_are_left_out_and_named(able_http: htt
     assert sorted(named) == sorted([*(f"tools.{kind}" for kind in others), "output_schema", "examples"])
 
 
-def test_items_that_the_service_cannot_read_are_left_out_and_named(able_http: httpx.Client):
+def test_items_that_the_service_cannot_read_are_left_out_and_named(able_http):
     read = {"message", "function_call", "function_call_output", "reasoning", "item_reference", "additional_tools"}
     read |= {"custom_tool_call", "custom_tool_call_output", "tool_search_output"}
     others = sorted({*ITEM_TYPES, "item_of_tomorrow"} - read)
@@ -243,9 +234,6 @@ def test_items_that_the_service_cannot_read_are_left_out_and_named(able_http: ht
     assert answer.json()["usage"] == plain.json()["usage"]
 
 
-# -------------------------------------------------------------------------------------------------- calls and results
-
-
 def counted(able_http: httpx.Client, items: list[Any], tools: list[Any]) -> int:
     body = {"model": "able", "input": items, "tools": tools}
     answer = able_http.post("/v1/responses/input_tokens", json=body)
@@ -256,9 +244,7 @@ def counted(able_http: httpx.Client, items: list[Any], tools: list[Any]) -> int:
 @pytest.mark.parametrize(
     ("given", "kind", "name"), [(FORCED_CLOSE, "function_call", "close"), (FORCED_CODE, "custom_tool_call", "code")]
 )
-def test_calls_come_back_as_the_client_named_the_tools_and_may_be_sent_again(
-    able_openai: openai.OpenAI, able_http: httpx.Client, given: dict[str, Any], kind: str, name: str
-):
+def test_calls_come_back_as_the_client_named_the_tools_and_may_be_sent_again(able_openai, able_http, given, kind, name):
     body = {**GREEDY, **given, "parallel_tool_calls": False}
     whole = able_http.post("/v1/responses", json=body).json()
     TypeAdapter(Response).validate_json(json.dumps(whole), strict=True)
@@ -284,7 +270,7 @@ def test_calls_come_back_as_the_client_named_the_tools_and_may_be_sent_again(
     assert able_http.post("/v1/responses", json={**first, "max_output_tokens": 2}).status_code == 200
 
 
-def test_items_are_referred_to_by_their_ids(able_http: httpx.Client):
+def test_items_are_referred_to_by_their_ids(able_http):
     user = {"role": "user", "content": "Write a function."}
     first = able_http.post("/v1/responses", json={**GREEDY, "input": [user], "max_output_tokens": 8}).json()
     names = [item["id"] for item in first["output"]]
@@ -302,7 +288,7 @@ def test_items_are_referred_to_by_their_ids(able_http: httpx.Client):
     assert able_http.post("/v1/responses", json={**GREEDY, "input": references}).status_code == 404
 
 
-def test_tools_may_come_with_the_conversation(able_http: httpx.Client):
+def test_tools_may_come_with_the_conversation(able_http):
     user = {"role": "user", "content": "Write a function."}
     items = [
         {"type": "additional_tools", "role": "developer", "tools": [function("add")]},
@@ -311,20 +297,18 @@ def test_tools_may_come_with_the_conversation(able_http: httpx.Client):
     assert counted(able_http, [user, *items], []) == counted(able_http, [user], [function("add"), AGENTS])
 
 
-def test_refusals_of_earlier_answers_are_text(able_http: httpx.Client):
+def test_refusals_of_earlier_answers_are_text(able_http):
     said = [{"role": "assistant", "content": [{"type": kind, name: "No."}]} for kind, name in (
         ("refusal", "refusal"), ("output_text", "text"))]  # fmt: skip
     assert counted(able_http, [said[0]], []) == counted(able_http, [said[1]], [])
 
-
-# ---------------------------------------------------------------------------------------------------------------- chats
 
 CUSTOM = {"type": "custom", "custom": {"name": "apply_patch", "description": "Change files."}}
 ADD = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_chats_leave_out_tools_that_are_no_functions(able_http: httpx.Client, stream: bool):
+def test_chats_leave_out_tools_that_are_no_functions(able_http, stream):
     tools = [CUSTOM, {"type": "web_search"}, {**ADD, "function": {**ADD["function"], "input_examples": [{"a": 1}]}}]
     answer = able_http.post("/v1/chat/completions", json={**CHAT, "tools": tools, "max_tokens": 4, "stream": stream})
     assert answer.status_code == 200, answer.text
@@ -339,7 +323,7 @@ def test_chats_leave_out_tools_that_are_no_functions(able_http: httpx.Client, st
     )
 
 
-def test_custom_calls_of_earlier_answers_are_shown_as_functions(able_http: httpx.Client):
+def test_custom_calls_of_earlier_answers_are_shown_as_functions(able_http):
     def prompt_tokens(call: dict[str, Any]) -> int:
         messages = [*CHAT["messages"], {"role": "assistant", "content": "", "tool_calls": [{"id": "call_1", **call}]}]
         messages += [{"role": "tool", "tool_call_id": "call_1", "content": "Done."}]

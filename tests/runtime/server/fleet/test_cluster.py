@@ -62,6 +62,7 @@ def url(config: dict[str, Any]) -> Iterator[str]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_prestart_worker_first_driver", "0")  # processes for work that never comes
         patch.setenv("RAY_enable_worker_prestart", "0")
+        patch.setenv("RAY_worker_niceness", "0")  # or another test process beside this one starves them
         import ray
         from ray import serve
         from ray.cluster_utils import Cluster
@@ -207,21 +208,21 @@ def under_load(url: str) -> Iterator[Load]:
 
 
 @pytest.mark.threat("open-by-accident")
-def test_a_fleet_for_others_needs_keys(tmp_path: Path) -> None:
+def test_a_fleet_for_others_needs_keys(tmp_path):
     from llmc.runtime.server.fleet.cluster import build
 
     with pytest.raises(UsageError, match="no key would be asked for"):
         build({"models": {"tiny": str(tmp_path)}})
 
 
-def test_a_stream_comes_as_it_is_made(http: httpx.Client) -> None:
+def test_a_stream_comes_as_it_is_made(http):
     with http.stream("POST", CHAT, json=chat(0, max_tokens=256, stream=True)) as answer:
         pieces = list(answer.iter_raw())
     assert len(pieces) > 50
     assert b"[DONE]" in pieces[-1] and b"[DONE]" not in b"".join(pieces[:-1])
 
 
-def test_requests_that_begin_alike_meet_at_one_replica(http: httpx.Client) -> None:
+def test_requests_that_begin_alike_meet_at_one_replica(http):
     for number, (route, (body, cached)) in enumerate(DIALECTS.items()):
         for group in range(number * GROUPS, (number + 1) * GROUPS):  # prompts that no other dialect has
             asked = {"json": body(words(group)), "headers": {"anthropic-version": "2026-10-21"}}
@@ -229,7 +230,7 @@ def test_requests_that_begin_alike_meet_at_one_replica(http: httpx.Client) -> No
             assert cached(answers[1]) > 64, route
 
 
-def test_a_replica_killed_under_load_takes_nothing_with_it_but_streams_that_had_begun(url: str) -> None:
+def test_a_replica_killed_under_load_takes_nothing_with_it_but_streams_that_had_begun(url):
     known = replicas()
     assert len(known) == 2
     with under_load(url) as load:
@@ -240,9 +241,7 @@ def test_a_replica_killed_under_load_takes_nothing_with_it_but_streams_that_had_
     assert all(len(texts) == 1 for texts in load.answers.values())  # also of those that were asked for twice
 
 
-def test_replicas_of_other_settings_take_over_without_a_failed_request(
-    url: str, http: httpx.Client, config: dict[str, Any]
-) -> None:
+def test_replicas_of_other_settings_take_over_without_a_failed_request(url, http, config):
     from ray import serve
 
     from llmc.runtime.server.fleet.cluster import build
@@ -256,7 +255,7 @@ def test_replicas_of_other_settings_take_over_without_a_failed_request(
     assert all(len(texts) == 1 for texts in load.answers.values())
 
 
-def test_a_bundle_built_anew_takes_over_without_a_failed_request(url: str, http: httpx.Client, folder: Path) -> None:
+def test_a_bundle_built_anew_takes_over_without_a_failed_request(url, http, folder):
     from ray import serve
 
     from llmc.runtime.server.fleet.cluster import RayReplicas
@@ -277,7 +276,7 @@ def test_a_bundle_built_anew_takes_over_without_a_failed_request(url: str, http:
     assert all(len(texts) == 1 for texts in load.answers.values())
 
 
-def test_the_command_serves_from_replicas_of_its_own_and_takes_them_with_it(url: str, folder: Path) -> None:
+def test_the_command_serves_from_replicas_of_its_own_and_takes_them_with_it(url, folder):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         own = f"http://127.0.0.1:{probe.getsockname()[1]}"

@@ -67,29 +67,29 @@ def ask(replicas: Scripted, path: str = CHAT, **given: Any) -> Any:
 
 
 class TestLosing:
-    def test_a_replica_before_its_answer_goes_unnoticed(self) -> None:
+    def test_a_replica_before_its_answer_goes_unnoticed(self):
         replicas = Scripted([Lost], JSON)
         answer = ask(replicas)
         assert (answer.status_code, answer.json()) == (200, {"whole": 1})
         assert replicas.calls[0] == replicas.calls[1]
 
-    def test_one_that_had_sent_its_headers_alone_goes_unnoticed(self) -> None:
+    def test_one_that_had_sent_its_headers_alone_goes_unnoticed(self):
         answer = ask(Scripted([start(), Lost], [start(), ROLE, HELLO, *END]), stream=True)
         assert answer.content == ROLE["body"] + HELLO["body"] + DONE
 
-    def test_one_whose_stream_had_begun_ends_the_stream_with_an_error(self) -> None:
+    def test_one_whose_stream_had_begun_ends_the_stream_with_an_error(self):
         answer = ask(Scripted([start(), ROLE, Lost]), stream=True)
         assert answer.content.startswith(ROLE["body"])
         (last,) = [json.loads(line[6:]) for line in answer.text.splitlines()[-2:] if line]
         assert last["error"]["message"] == LOST and last["error"]["code"] == "replica_lost"
         assert b"[DONE]" not in answer.content
 
-    def test_one_amid_a_whole_answer_breaks_the_connection(self) -> None:
+    def test_one_amid_a_whole_answer_breaks_the_connection(self):
         with pytest.raises(ConnectionError, match="lost"):
             ask(Scripted([start(kind="application/json"), body(b'{"half":'), Lost]))
 
     @pytest.mark.threat("replica-crash")
-    def test_all_that_were_tried_is_503(self) -> None:
+    def test_all_that_were_tried_is_503(self):
         replicas = Scripted(*[[Lost]] * ATTEMPTS)
         answer = ask(replicas)
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
@@ -102,7 +102,7 @@ class TestLosing:
             ("/v1/responses", {"type": "error", "code": "replica_lost", "sequence_number": 2}),
         ],
     )
-    def test_is_told_in_the_dialect_of_the_route(self, path: str, error: dict[str, Any]) -> None:
+    def test_is_told_in_the_dialect_of_the_route(self, path, error):
         said = body(event({"type": "delta"}, "delta"))
         answer = ask(Scripted([start(), said, said, Lost]), path)
         kinds = [line[7:] for line in answer.text.splitlines() if line.startswith("event: ")]
@@ -111,27 +111,27 @@ class TestLosing:
 
 
 class TestAnswers:
-    def test_a_refusal_of_the_router_is_the_answer(self) -> None:
+    def test_a_refusal_of_the_router_is_the_answer(self):
         answer = ask(Scripted([ApiError(429, "many wait", code="queue_full", retry_after_s=1)]))
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
 
-    def test_a_request_brings_its_session_and_what_the_guards_found(self) -> None:
+    def test_a_request_brings_its_session_and_what_the_guards_found(self):
         replicas = Scripted(JSON)
         ask(replicas, messages=[{"role": "user", "content": "x"}])
         call = replicas.calls[0]
         assert call.session and json.loads(call.body)["messages"]
         assert (call.scope["method"], call.scope["path"], call.scope["root_path"]) == ("POST", CHAT, "")
 
-    def test_live_is_the_front_itself(self) -> None:
+    def test_live_is_the_front_itself(self):
         with TestClient(make_front(Scripted())) as client:
             assert client.get("/health").json() == {"status": "ok"}
 
-    def test_ready_does_not_wait_for_a_replica(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_ready_does_not_wait_for_a_replica(self, monkeypatch):
         monkeypatch.setattr("llmc.runtime.server.fleet.front.ASKED_S", 0.01)
         with TestClient(make_front(Scripted([asyncio.sleep]))) as client:
             assert client.get("/ready").status_code == 503
 
-    def test_metrics_are_left_to_ray(self) -> None:
+    def test_metrics_are_left_to_ray(self):
         replicas = Scripted()
         with TestClient(make_front(replicas)) as client:
             assert client.get("/metrics").status_code == 404 and replicas.calls == []
@@ -145,7 +145,7 @@ USER, REPLY = {"role": "user", "content": "Hello"}, {"role": "assistant", "conte
 MARKED = {"role": "user", "content": [{"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}]}
 
 
-def test_the_turns_of_a_conversation_have_one_session() -> None:
+def test_the_turns_of_a_conversation_have_one_session():
     first = session(messages=[USER])
     assert first == session(messages=[USER, REPLY, {"role": "user", "content": "More"}], temperature=1)
     assert first == session(messages=[MARKED]) == session(input="Hello")
@@ -153,13 +153,13 @@ def test_the_turns_of_a_conversation_have_one_session() -> None:
     assert len({first, *(session(**{"messages": [USER], **other}) for other in others)}) == len(others) + 1
 
 
-def test_a_clients_key_names_the_session() -> None:
+def test_a_clients_key_names_the_session():
     one = session(prompt_cache_key="a", messages=[USER])
     assert one == session(prompt_cache_key="a", messages=[REPLY]) != session(prompt_cache_key="b", messages=[USER])
 
 
 @pytest.mark.parametrize("asked", [b"", b"[]", b"{", b"[" * 10_000, b'{"prompt": [1, 2]}'])
-def test_a_request_without_texts_has_no_session(asked: bytes) -> None:
+def test_a_request_without_texts_has_no_session(asked):
     assert session_of(asked) == ""
 
 
@@ -174,7 +174,7 @@ def run(app: Any, receive: Callable[[], Coroutine[Any, Any, Message]]) -> list[M
     return sent
 
 
-def test_a_client_that_is_gone_cancels_its_request() -> None:
+def test_a_client_that_is_gone_cancels_its_request():
     replicas = Scripted([start(), HELLO, asyncio.sleep])
     messages = iter([{"type": "http.request", "body": b"{}", "more_body": False}, {"type": "http.disconnect"}])
 

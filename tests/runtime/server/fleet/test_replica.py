@@ -51,14 +51,14 @@ async def whole(replica: Replica, **body: Any) -> dict[str, Any]:
     return json.loads(messages[1]["body"])
 
 
-async def test_the_answer_is_the_applications(serving: Serving) -> None:
+async def test_the_answer_is_the_applications(serving):
     async with serving() as replica:
         answer = await whole(replica, max_tokens=4)
         assert (answer["model"], answer["usage"]["completion_tokens"]) == ("m", 4)
         assert "no_such" in (await whole(replica, no_such=1))["error"]["message"]
 
 
-async def test_who_stops_reading_cancels_the_request(serving: Serving) -> None:
+async def test_who_stops_reading_cancels_the_request(serving):
     async with serving() as replica:
         messages = ask(replica, max_tokens=1000, ignore_eos=True, stream=True)
         await anext(messages)
@@ -66,7 +66,7 @@ async def test_who_stops_reading_cancels_the_request(serving: Serving) -> None:
         assert replica._ready_pool.states()["m"].users == 0
 
 
-async def test_other_bundles_take_over(serving: Serving, tiny_bundle: Path, tmp_path: Path) -> None:
+async def test_other_bundles_take_over(serving, tiny_bundle, tmp_path):
     async with serving() as replica:
 
         def loads() -> int:
@@ -85,7 +85,7 @@ async def test_other_bundles_take_over(serving: Serving, tiny_bundle: Path, tmp_
             await replica.reconfigure({"models": {"n": other}, "revision": ""})
 
 
-async def test_its_health_is_that_of_engine_and_gpu(serving: Serving) -> None:
+async def test_its_health_is_that_of_engine_and_gpu(serving):
     async with serving() as replica:
         await replica.check_health()
         pool = replica._ready_pool
@@ -98,9 +98,7 @@ async def test_its_health_is_that_of_engine_and_gpu(serving: Serving) -> None:
             await replica.check_health()
 
 
-async def test_without_its_gpu_it_ends_before_it_answers_badly(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_its_gpu_it_ends_before_it_answers_badly(serving, monkeypatch):
     def ended(status: int) -> None:
         raise SystemExit(status)
 

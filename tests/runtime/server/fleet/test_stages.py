@@ -49,6 +49,7 @@ def cluster() -> Iterator[None]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_prestart_worker_first_driver", "0")  # processes for work that never comes
         patch.setenv("RAY_enable_worker_prestart", "0")
+        patch.setenv("RAY_worker_niceness", "0")  # or another test process beside this one starves them
         boxes = {"stage-0": 1, "stage-2": 1}
         quiet = {"log_to_driver": False, "include_dashboard": False, "object_store_memory": 80 << 20}
         ray.init("local", num_cpus=2, resources=boxes, **quiet)
@@ -56,80 +57,88 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
+@pytest.fixture(scope="module")
+def strict(chain: Path, cluster: None) -> Iterator[Model]:
+    """The model in stages; each stage is a process that takes seconds to start, so tests share them."""
+    with load(chain, stages=StagesOnRay, **OPTIONS) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def fast(chain: Path, cluster: None) -> Iterator[Model]:
+    with load(chain, stages=StagesOnRay, **OPTIONS | {"determinism": "fast"}) as model:
+        yield model
+
+
 def answers(model: Model) -> list[tuple[int, ...]]:
     return [model.generate(prompt, max_tokens=12, temperature=0, ignore_eos=True).token_ids for prompt in PROMPTS]
 
 
-def test_a_lost_stage_fails_those_who_run_and_later_requests_get_the_answers_of_the_whole(
-    tiny_bundle: Path, chain: Path
-):
+def test_a_lost_stage_fails_those_who_run_and_later_requests_get_the_answers_of_the_whole(tiny_bundle, strict):
     with load(tiny_bundle, **OPTIONS) as whole:
         wanted = answers(whole)
-    with load(chain, stages=StagesOnRay, **OPTIONS) as model:
-        assert answers(model) == wanted
-        running = [model.stream(PROMPTS[0], max_tokens=1500, temperature=0, ignore_eos=True) for _ in range(2)]
-        assert [next(iter(stream)) for stream in running]
-        session: Any = model.runner.session
-        ray.kill(session._stages._actors[0])
-        for stream in running:
-            with pytest.raises(ResourceError, match=LOST.format(0)):
-                stream.result()
-        assert answers(model) == wanted
+    assert answers(strict) == wanted
+    running = [strict.stream(PROMPTS[0], max_tokens=1500, temperature=0, ignore_eos=True) for _ in range(2)]
+    assert [next(iter(stream)) for stream in running]
+    session: Any = strict.runner.session
+    ray.kill(session._stages._actors[0])
+    for stream in running:
+        with pytest.raises(ResourceError, match=LOST.format(0)):
+            stream.result()
+    assert answers(strict) == wanted
 
 
-def test_hidden_states_are_halves_on_the_wire_at_fast_alone(chain: Path):
-    found = {}
+def test_hidden_states_are_halves_on_the_wire_at_fast_alone(strict, fast):
+    found = []
     batch = Batch.of(Phase.PREFILL, np.arange(5, 45)[None], np.zeros(1, np.int64), np.array([[39]]))
-    for level in ("batch", "fast"):
-        with load(chain, stages=StagesOnRay, **OPTIONS | {"determinism": level}) as model:
-            session: Any = model.runner.session
-            session.cache.reserve(1, 64)
-            wire = ray.get(session._stages.submit(batch))
-            arrays = wire if isinstance(wire, tuple) else (wire,)
-            found[level] = sum(array.nbytes for array in arrays), session.run(batch).copy()
-    (whole, wanted), (half, logits) = found.values()
+    for model in (strict, fast):
+        session: Any = model.runner.session
+        session.cache.reserve(1, 64)
+        wire = ray.get(session._stages.submit(batch))
+        arrays = wire if isinstance(wire, tuple) else (wire,)
+        found.append((sum(array.nbytes for array in arrays), session.run(batch).copy()))
+    (whole, wanted), (half, logits) = found
     assert half == whole // 2 + 40 * 4  # and four bytes a token
     assert 0 < np.abs(logits - wanted).max() < WIRE_TOLERANCE
 
 
-def test_groups_that_take_turns_get_the_answers_of_whole_steps_and_a_lost_stage_ends_them_all(chain: Path):
+def test_groups_that_take_turns_get_the_answers_of_whole_steps_and_a_lost_stage_ends_them_all(fast):
     """Four rows, and twice two: even numbers, of which each row has the same bits."""
-    with load(chain, stages=StagesOnRay, **OPTIONS | {"determinism": "fast"}) as model:
-        runner: Any = model.engine._runner
-        turns, sizes = runner._ahead, list[tuple[int, int]]()
+    runner: Any = fast.engine._runner
+    turns, sizes = runner._ahead, list[tuple[int, int]]()
 
-        def ask(tokens: int) -> list[Any]:
-            handles: list[Any] = []
-            greedy = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-            model.engine.call(lambda: handles.extend(model.stream(f"{PROMPTS[0]} + {i}", **greedy) for i in range(4)))
-            return handles
+    def ask(tokens: int) -> list[Any]:
+        handles: list[Any] = []
+        greedy = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        fast.engine.call(lambda: handles.extend(fast.stream(f"{PROMPTS[0]} + {i}", **greedy) for i in range(4)))
+        return handles
 
-        def answer() -> list[tuple[int, ...]]:
-            return [handle.result().token_ids for handle in ask(30)]
+    def answer() -> list[tuple[int, ...]]:
+        return [handle.result().token_ids for handle in ask(30)]
 
-        runner._ahead = None
-        wanted = answer()
-        runner._ahead, begin = turns, turns._begin
-        turns._begin = lambda group, rows: sizes.append((len(group), rows)) or begin(group, rows)
-        assert answer() == wanted and (2, 4) in sizes
-        running = ask(1500)
-        assert [next(iter(stream)) for stream in running]
-        session: Any = runner.session
-        ray.kill(session._stages._actors[1])
-        for stream in running:
-            with pytest.raises(ResourceError, match=LOST.format(1)):
-                stream.result()
-        assert answer() == wanted
+    runner._ahead = None
+    wanted = answer()
+    runner._ahead, begin = turns, turns._begin
+    turns._begin = lambda group, rows: sizes.append((len(group), rows)) or begin(group, rows)
+    assert answer() == wanted and (2, 4) in sizes
+    running = ask(1500)
+    assert [next(iter(stream)) for stream in running]
+    session: Any = runner.session
+    ray.kill(session._stages._actors[1])
+    for stream in running:
+        with pytest.raises(ResourceError, match=LOST.format(1)):
+            stream.result()
+    assert answer() == wanted
 
 
-def test_a_stage_that_cannot_be_opened_says_why_where_the_model_is_loaded(chain: Path):
+def test_a_stage_that_cannot_be_opened_says_why_where_the_model_is_loaded(chain):
     manifest = read_bundle(chain)
     other = replace(manifest, stage=replace(manifest.stage, before=("0" * 64, *manifest.stage.before[1:])))
     with pytest.raises(BundleError, match="stage-0 is of another build"):
         StagesOnRay(chain, other, 1, exact=True)
 
 
-def test_a_stage_runs_on_the_box_that_has_its_name(chain: Path):
+def test_a_stage_runs_on_the_box_that_has_its_name(chain):
     assert [find_place(number) for number in range(3)] == [{"stage-0": SHARE}, {}, {"stage-2": SHARE}]
     deployed = replicas_of(ServerConfig(models={"m": chain}, ray=True, threads=1))
     assert deployed._bound_deployment.ray_actor_options["resources"] == {"stage-2": SHARE}
@@ -141,7 +150,7 @@ def test_of_a_message_of_rays_the_cause_is_told_without_the_traceback():
     assert find_cause(said) == cause and find_cause("no node has the CPUs") == "no node has the CPUs"
 
 
-async def test_a_replica_serves_the_stages_and_tells_clients_that_one_was_lost(chain: Path):
+async def test_a_replica_serves_the_stages_and_tells_clients_that_one_was_lost(chain):
     replica = Replica(ServerConfig(threads=1, determinism="strict"))
     await replica.reconfigure({"models": {"m": str(chain)}, "revision": ""})
 

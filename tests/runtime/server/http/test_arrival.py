@@ -27,19 +27,19 @@ def echo() -> Echo:
 
 
 class TestSize:
-    def test_within_the_limit_passes_whole(self, echo: Echo):
+    def test_within_the_limit_passes_whole(self, echo):
         answer = ask(Guarded(echo, CONFIG), method="POST", headers=CHUNKED, body=[b'{"a":', b"1}"])
         assert (answer.status, answer.body) == (200, b'{"a":1}')
 
     @pytest.mark.threat("http-body")
     @pytest.mark.parametrize("declared", ["2049", "9" * 30, "-1", "x"])
-    def test_that_is_declared_is_refused_before_it_is_read(self, echo: Echo, declared: str):
+    def test_that_is_declared_is_refused_before_it_is_read(self, echo, declared):
         answer = ask(Guarded(echo, CONFIG), method="POST", headers={"content-length": declared}, body=[b"{}"])
         assert answer.status == 413 and answer.headers["connection"] == "close"
         assert "more than 2048 bytes" in answer.json["error"]["message"] and echo.scope is None
 
     @pytest.mark.threat("http-body")
-    def test_that_comes_in_chunks_is_refused_where_it_exceeds_the_limit(self, echo: Echo):
+    def test_that_comes_in_chunks_is_refused_where_it_exceeds_the_limit(self, echo):
         app = Guarded(echo, CONFIG)
         assert ask(app, method="POST", headers=CHUNKED, body=[b" " * 1024] * 2).status == 200
         answer = ask(app, "/v1/messages", method="POST", headers=CHUNKED, body=[b" " * 1024] * 3)
@@ -48,7 +48,7 @@ class TestSize:
 
 class TestTime:
     @pytest.mark.threat("http-body")
-    def test_is_that_of_the_whole_body(self, echo: Echo, monkeypatch: pytest.MonkeyPatch):
+    def test_is_that_of_the_whole_body(self, echo, monkeypatch):
         monkeypatch.setattr(bodies, "LINGER_S", 0.01)
         answer = ask(Guarded(echo, CONFIG), method="POST", headers=LENGTH, body=[b"{"], stalls=True)
         assert answer.status == 408 and answer.headers["connection"] == "close" and echo.scope is None
@@ -75,7 +75,7 @@ class TestNesting:
         st.integers(0, 8),
         st.integers(1, 40),
     )
-    def test_is_that_of_the_value(self, value: object, deepest: int, piece: int):
+    def test_is_that_of_the_value(self, value, deepest, piece):
         def depth(value: object) -> int:
             inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
             return 0 if inner is None else 1 + max(map(depth, inner), default=0)
@@ -86,7 +86,7 @@ class TestNesting:
             assert refused(json.dumps(value).encode()) == (depth(value) > deepest)
 
     @pytest.mark.parametrize("content", [b"[" * 65 + b"]" * 65, b"[" * 100_000, b'{"a":' * 65 + b"1" + b"}" * 65])
-    def test_beyond_the_limit_is_refused(self, echo: Echo, content: bytes):
+    def test_beyond_the_limit_is_refused(self, echo, content):
         answer = ask(Guarded(echo, ServerConfig()), method="POST", headers=CHUNKED, body=[content])
         assert answer.status == 400 and "more than 64 levels deep" in answer.json["error"]["message"]
         assert echo.scope is None
@@ -136,7 +136,7 @@ class TestNesting:
 
 
 @pytest.mark.parametrize("size", [LARGE // 2, LARGE * 2])
-def test_large_ones_are_read_in_another_thread(echo: Echo, monkeypatch: pytest.MonkeyPatch, size: int):
+def test_large_ones_are_read_in_another_thread(echo, monkeypatch, size):
     threads = set()
 
     def check(content: bytes) -> None:

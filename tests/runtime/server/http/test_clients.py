@@ -128,13 +128,13 @@ def message_of(answer: httpx.Response) -> str:
 class TestModels:
     @pytest.mark.threat("key-rights")
     @pytest.mark.parametrize("path", BODIES)
-    def test_of_others_are_refused(self, served: Served, path: str) -> None:
+    def test_of_others_are_refused(self, served, path):
         refused = served.ask("limited", path, model="secret")
         assert refused.status_code == 403 and "'limited' is not for the model 'secret'" in message_of(refused)
         assert served.ask("limited", path, model="small").status_code == 200
 
     @pytest.mark.threat("key-rights")
-    def test_of_others_are_named_nowhere(self, served: Served) -> None:
+    def test_of_others_are_named_nowhere(self, served):
         lists = ("/v1/models", "/ready", *(("/metrics",) if served.kind == "process" else ()))
         told = [served.get("limited", path) for path in (*lists, "/admin/models")]
         told.append(served.ask("limited", model="none"))
@@ -144,13 +144,13 @@ class TestModels:
         assert all("small" in answer.text for answer in (*told[: len(lists)], told[-2]))
         assert all("secret" in served.get("ann", path).text for path in lists)
 
-    def test_that_nobody_names_are_the_first_that_the_key_is_for(self, served: Served) -> None:
+    def test_that_nobody_names_are_the_first_that_the_key_is_for(self, served):
         assert [served.ask(name).json()["model"] for name in ("limited", "ann")] == ["small", "secret"]
 
 
 class TestAdmins:
     @pytest.mark.threat("admin")
-    def test_alone_reach_their_routes_which_no_fleet_has(self, served: Served) -> None:
+    def test_alone_reach_their_routes_which_no_fleet_has(self, served):
         asked = [("GET", ""), ("POST", "/small/reload"), ("POST", "/small/adapters/none/load")]
         found = [
             served.ask(name, f"/admin/models{path}", method).status_code
@@ -164,19 +164,19 @@ class TestAdmins:
 
 class TestRequests:
     @pytest.mark.threat("key-rates")
-    def test_at_once_are_counted(self, served: Served) -> None:
+    def test_at_once_are_counted(self, served):
         with ThreadPoolExecutor(12) as threads:
             found = list(threads.map(lambda _: served.ask("once").status_code, range(12)))
         assert sorted(found) == [200] + [429] * 11
 
     @pytest.mark.threat("key-rates")
-    def test_of_a_list_are_as_many_as_it_has_prompts(self, served: Served) -> None:
+    def test_of_a_list_are_as_many_as_it_has_prompts(self, served):
         answers = [served.ask("listing", prompt=["Once"] * 4) for _ in range(2)]
         assert [answer.status_code for answer in answers] == [200, 429]
         assert "6 requests per minute" in message_of(answers[1])
 
     @pytest.mark.threat("key-rates")
-    def test_may_ask_for_so_many_tokens_over_all_prompts(self, served: Served) -> None:
+    def test_may_ask_for_so_many_tokens_over_all_prompts(self, served):
         refused = served.ask("ann", prompt=["Once"] * 128, max_tokens=16)
         assert refused.status_code == 400 and "128 outputs" in message_of(refused)
         assert served.ask("ann", prompt=["Once"] * 4, max_tokens=MOST // 4 + 1).status_code == 400
@@ -184,7 +184,7 @@ class TestRequests:
 
 class TestTokens:
     @pytest.mark.threat("key-rates")
-    def test_at_once_keep_within_the_rate(self, served: Served) -> None:
+    def test_at_once_keep_within_the_rate(self, served):
         body = {"max_tokens": 60, "ignore_eos": True}
         with ThreadPoolExecutor(20) as threads:
             answers = list(threads.map(lambda _: served.ask("crowd", **body), range(20)))
@@ -193,18 +193,18 @@ class TestTokens:
         assert sum(used) <= 200 + 10  # the bucket, and what flows in within three seconds
 
     @pytest.mark.threat("key-rates")
-    def test_beyond_a_minutes_are_owed(self, served: Served) -> None:
+    def test_beyond_a_minutes_are_owed(self, served):
         answers = [served.ask("greedy", max_tokens=20) for _ in range(2)]
         assert [answer.status_code for answer in answers] == [200, 429]
         assert answers[0].headers["x-ratelimit-remaining-tokens"] == "0"
 
     @pytest.mark.threat("key-rates")
-    def test_that_were_not_used_are_given_back(self, served: Served) -> None:
+    def test_that_were_not_used_are_given_back(self, served):
         answers = [served.ask("modest", max_tokens=150, choice=["a", "b"]) for _ in range(3)]
         assert [answer.status_code for answer in answers] == [200] * 3
 
     @pytest.mark.threat("key-rates")
-    def test_of_one_who_leaves_are_those_so_far(self, served: Served) -> None:
+    def test_of_one_who_leaves_are_those_so_far(self, served):
         body = {**BODIES[ROUTE], "max_tokens": 380, "ignore_eos": True, "stream": True}
         with served.http.stream("POST", ROUTE, json=body, headers=headers("leaving")) as answer:
             next(answer.iter_raw())
@@ -217,7 +217,7 @@ class TestTokens:
 
 
 @pytest.mark.threat("prefix-privacy")
-def test_prefixes_are_cached_for_each_key_alone(served: Served) -> None:
+def test_prefixes_are_cached_for_each_key_alone(served):
     def cached(name: str) -> int:
         usage = served.ask(name, prompt="A story of one who went far away. " * 8).json()["usage"]
         return int(usage["prompt_tokens_details"]["cached_tokens"])
@@ -226,7 +226,7 @@ def test_prefixes_are_cached_for_each_key_alone(served: Served) -> None:
 
 
 @pytest.mark.threat("websocket")
-def test_frames_of_a_websocket_are_requests_of_their_key(served: Served) -> None:
+def test_frames_of_a_websocket_are_requests_of_their_key(served):
     def converse(**body: Any) -> dict[str, Any]:
         socket.send(json.dumps({"type": "response.create", **BODIES["/v1/responses"], **body}))
         last: dict[str, Any] = {"type": ""}

@@ -7,7 +7,6 @@ import ssl
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,7 +61,7 @@ def get(address: Address, path: str = "/0") -> int:
 class TestHeaders:
     @pytest.mark.threat("http-headers")
     @pytest.mark.parametrize("sent", [b"GET /" + b"a" * 40_000, b"GET / HTTP/1.1\r\nX: " + b"a" * 40_000])
-    def test_that_go_on_beyond_the_limit_are_refused(self, sent: bytes):
+    def test_that_go_on_beyond_the_limit_are_refused(self, sent):
         with served() as address, connected(address, sent) as client:
             assert everything(client).startswith(b"HTTP/1.1 400")
 
@@ -75,11 +74,11 @@ class TestHeaders:
 
     @pytest.mark.threat("http-headers")
     @pytest.mark.parametrize("sent", [b"\x16\x03\x01", b"HELO localhost\r\n\r\n"])
-    def test_that_are_no_http_are_refused(self, sent: bytes):
+    def test_that_are_no_http_are_refused(self, sent):
         with served() as address, connected(address, sent) as client:
             assert everything(client).startswith(b"HTTP/1.1 400")
 
-    def test_that_offer_a_websocket_are_answered_as_if_they_did_not(self, caplog: pytest.LogCaptureFixture):
+    def test_that_offer_a_websocket_are_answered_as_if_they_did_not(self, caplog):
         offer = b"GET /0 HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
         with served() as address, connected(address, offer) as client:
             assert client.recv(65536).startswith(b"HTTP/1.1 200")
@@ -134,7 +133,7 @@ class TestCrowds:
 
 
 @pytest.mark.threat("wire")
-def test_tls_takes_a_certificate_from_files(tmp_path: Path):
+def test_tls_takes_a_certificate_from_files(tmp_path):
     cert, key = make_certificate(tmp_path)
     with served(tls_cert=cert, tls_key=key) as address:
         trusting = ssl.create_default_context(cafile=str(cert))

@@ -60,7 +60,7 @@ def message_of(answer: httpx.Response) -> str:
 
 class TestKeys:
     @pytest.mark.threat("keys")
-    def test_are_asked_for_on_every_route_of_the_document_but_liveness(self, alice: httpx.Client):
+    def test_are_asked_for_on_every_route_of_the_document_but_liveness(self, alice):
         paths = alice.get("/openapi.json").json()["paths"]
         assert len(paths) > 8
         found = {}
@@ -76,7 +76,7 @@ class TestOfficialClients:
         ("key", "expected"),
         [("sk-nobody-0123456789", "AuthenticationError"), (BOB, "PermissionDeniedError"), (ERIN, "RateLimitError")],
     )
-    def test_raise_their_own_errors(self, alice: httpx.Client, key: Any, expected: str):
+    def test_raise_their_own_errors(self, alice, key, expected):
         key = key if isinstance(key, str) else key["authorization"].removeprefix("Bearer ")
         url, messages = str(alice.base_url).rstrip("/"), [{"role": "user", "content": "Once"}]
         given: Any = {"model": "tiny", "messages": messages, "max_tokens": 1}
@@ -91,7 +91,7 @@ class TestOfficialClients:
                     other.messages.create(**given)
         assert refused.value.request_id == refused.value.body["request_id"]
 
-    def test_read_why_a_body_was_too_large(self, alice: httpx.Client):
+    def test_read_why_a_body_was_too_large(self, alice):
         messages: Any = [{"role": "user", "content": "a" * (9 << 20)}]
         url, key = str(alice.base_url).rstrip("/"), ALICE["authorization"].removeprefix("Bearer ")
         with anthropic.Anthropic(base_url=url, api_key=key, max_retries=0) as client:
@@ -104,15 +104,13 @@ class TestOfficialClients:
 
 class TestGrammars:
     @pytest.mark.threat("grammar-queue")
-    def test_are_compiled_within_their_time(self, alice: httpx.Client, monkeypatch: pytest.MonkeyPatch):
+    def test_are_compiled_within_their_time(self, alice, monkeypatch):
         monkeypatch.setattr(trial, "COMPILE_SECONDS", 0.3)
         said = message_of(alice.post(CHAT, json=chat(json_schema=SLOW)))
         assert said == "json_schema takes longer than 0.3 s to compile; make it smaller"
 
     @pytest.mark.threat("grammar-queue")
-    def test_keep_nobody_else_waiting_however_many_are_compiled(
-        self, alice: httpx.Client, monkeypatch: pytest.MonkeyPatch
-    ):
+    def test_keep_nobody_else_waiting_however_many_are_compiled(self, alice, monkeypatch):
         started, compiled = threading.Semaphore(0), threading.Event()
 
         def compile_slowly(kind: str, *rest: Any) -> None:
@@ -131,7 +129,7 @@ class TestGrammars:
             compiled.set()
             assert {message_of(answer.result()) for answer in slow} == {"json_schema is slow"}
 
-    def test_that_are_none_or_beyond_a_bound_are_refused_by_name(self, alice: httpx.Client):
+    def test_that_are_none_or_beyond_a_bound_are_refused_by_name(self, alice):
         assert "regex" in message_of(alice.post(CHAT, json=chat(regex="(")))
         assert "4000000000 times" in message_of(alice.post(CHAT, json=chat(regex="a{4000000000}")))
         assert "json_schema" in message_of(alice.post(CHAT, json=chat(json_schema={"$ref": "http://127.0.0.1/x"})))
@@ -139,13 +137,13 @@ class TestGrammars:
 
 class TestSpecialTokens:
     @pytest.mark.threat("forged-tokens")
-    def test_that_messages_spell_are_text(self, alice: httpx.Client):
+    def test_that_messages_spell_are_text(self, alice):
         usages = [alice.post(CHAT, json=chat(text)).json()["usage"] for text in (SPELT, "ab")]
         spelt, short = (usage["prompt_tokens"] for usage in usages)
         assert spelt > short + 3
 
     @pytest.mark.threat("forged-tokens")
-    def test_are_not_parsed_on_demand_unless_the_server_allows_it(self, alice: httpx.Client):
+    def test_are_not_parsed_on_demand_unless_the_server_allows_it(self, alice):
         assert "parse_special" in message_of(alice.post(CHAT, json={**chat(), "parse_special": True}))
 
 
@@ -162,7 +160,7 @@ class TestAddresses:
             {"type": "text", "text": "a", "source": "file:///etc/passwd"},
         ],
     )
-    def test_in_messages_are_refused_and_nobody_goes_there(self, alice: httpx.Client, content: dict[str, Any]):
+    def test_in_messages_are_refused_and_nobody_goes_there(self, alice, content):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.setblocking(False)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}/x.png"
@@ -173,12 +171,12 @@ class TestAddresses:
 
     @pytest.mark.threat("no-fetch")
     @pytest.mark.parametrize("name", ["chat_template", "prefix_cache_folder", "draft", "lora", "model_path", "logits"])
-    def test_of_files_and_templates_are_no_parameters(self, alice: httpx.Client, name: str):
+    def test_of_files_and_templates_are_no_parameters(self, alice, name):
         assert message_of(alice.post(CHAT, json=chat(**{name: "/etc/passwd"}))).startswith(f"{name} is not a parameter")
 
     @pytest.mark.threat("no-fetch")
     @pytest.mark.parametrize("name", ["../tiny", "/etc", "tiny/../tiny", "", "\0", "t" * 100_000])
-    def test_of_folders_are_no_models(self, alice: httpx.Client, name: str):
+    def test_of_folders_are_no_models(self, alice, name):
         answer = alice.post(CHAT, json=chat(model=name))
         assert answer.status_code == 404 and len(answer.text) < 1000
 
@@ -200,6 +198,6 @@ class TestBodies:
             b'{"messages": [{"role": "user", "content": "a"}], "documents": [{"a": ' + b"[" * 70 + b"]" * 70 + b"}]}",
         ],
     )
-    def test_that_nobody_expects_are_refused_in_a_sentence(self, alice: httpx.Client, content: bytes):
+    def test_that_nobody_expects_are_refused_in_a_sentence(self, alice, content):
         answer = alice.post(CHAT, content=content, headers={"content-type": "application/json"})
         assert len(message_of(answer)) < 600

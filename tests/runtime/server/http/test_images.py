@@ -3,7 +3,6 @@
 import base64
 from typing import Any
 
-import httpx2 as httpx
 import pytest
 from doubles.images import draw, encode
 
@@ -48,7 +47,7 @@ def test_responses_hand_the_bytes_on_and_keep_what_was_sent():
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_a_tool_may_answer_with_an_image(failed: bool):
+def test_a_tool_may_answer_with_an_image(failed):
     asked = body("messages", URL)
     call = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "a", "is_error": failed, "content": asked["messages"][0]["content"]}
@@ -78,7 +77,7 @@ def test_messages_hand_the_bytes_on_in_a_turn_of_several():
         ("data:image/png;base64,AAA", "is no base64"),
     ],
 )
-def test_the_text_of_a_refusal_says_why(able_http: httpx.Client, dialect: str, url: str, said: str):
+def test_the_text_of_a_refusal_says_why(able_http, dialect, url, said):
     headers = {"anthropic-version": "2023-06-01"} if dialect == "messages" else {}
     answer = able_http.post(ROUTES[dialect], json=body(dialect, url), headers=headers)
     assert answer.status_code == 400

@@ -45,7 +45,7 @@ def app(tmp_path: Path, echo: Echo) -> Guarded:
 
 
 class TestFile:
-    def test_has_names_hashes_models_and_rates(self, tmp_path: Path):
+    def test_has_names_hashes_models_and_rates(self, tmp_path):
         alice, bob = read_keys(keys_file(tmp_path))
         assert (alice.name, alice.models, alice.requests_per_minute) == ("alice", None, None)
         assert (bob.name, bob.requests_per_minute) == ("bob", 7)
@@ -79,13 +79,13 @@ class TestFile:
             (f'[a]\nkey = "{ALICE}', "is no TOML"),
         ],
     )
-    def test_is_read_strictly_and_no_message_shows_a_key(self, tmp_path: Path, content: str, message: str):
+    def test_is_read_strictly_and_no_message_shows_a_key(self, tmp_path, content, message):
         with pytest.raises(UsageError, match=message) as refusal:
             read_keys(keys_file(tmp_path, content))
         assert ALICE not in str(refusal.value)
 
     @pytest.mark.threat("key-secrecy")
-    def test_that_others_may_write_or_read_keys_in_is_refused(self, tmp_path: Path):
+    def test_that_others_may_write_or_read_keys_in_is_refused(self, tmp_path):
         with pytest.raises(UsageError, match="mode 620, others may write it"):
             read_keys(keys_file(tmp_path, mode=0o620))
         with pytest.raises(UsageError, match="mode 644, everybody may read the keys"):
@@ -94,7 +94,7 @@ class TestFile:
         assert len(read_keys(keys_file(tmp_path, hashes, 0o644))) == 1
         assert len(read_keys(keys_file(tmp_path, mode=0o440))) == 2  # as Kubernetes mounts secrets
 
-    def test_that_is_no_regular_file_is_refused_at_once(self, tmp_path: Path):
+    def test_that_is_no_regular_file_is_refused_at_once(self, tmp_path):
         os.mkfifo(tmp_path / "pipe")
         for path in (tmp_path / "pipe", tmp_path, tmp_path / "none"):
             with pytest.raises(UsageError, match=rf"^keys_file {path} cannot be read"):
@@ -104,7 +104,7 @@ class TestFile:
 class TestRequests:
     @pytest.mark.threat("key-secrecy")
     @pytest.mark.parametrize("header", ["Authorization: Bearer {}", "authorization: bearer {}", "x-api-key: {}"])
-    def test_with_a_key_reach_the_application_without_it(self, app: Guarded, echo: Echo, header: str):
+    def test_with_a_key_reach_the_application_without_it(self, app, echo, header):
         name, _, value = header.format(BOB).partition(": ")
         assert ask(app, headers={name: value}).status == 200
         assert echo.scope is not None
@@ -115,37 +115,37 @@ class TestRequests:
     @pytest.mark.threat("keys")
     @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/ready", "/openapi.json", "/healthy", "/pages"])
     @pytest.mark.parametrize("value", [None, "", "Bearer", "Bearer sk-nobody-0123456789", f"Basic {ALICE}", "Bearer é"])
-    def test_without_one_are_refused_on_every_route(self, app: Guarded, echo: Echo, path: str, value: str | None):
+    def test_without_one_are_refused_on_every_route(self, app, echo, path, value):
         answer = ask(app, path, headers={} if value is None else {"authorization": value})
         assert answer.status == 401 and answer.headers["www-authenticate"] == "Bearer"
         assert answer.json["error"]["type"] == "authentication_error"
         assert answer.json["error"]["code"] == "invalid_api_key"
         assert echo.scope is None
 
-    def test_are_refused_in_the_format_of_their_dialect(self, app: Guarded):
+    def test_are_refused_in_the_format_of_their_dialect(self, app):
         answer = ask(app, "/v1/messages", method="POST", headers={"x-request-id": "mine"}, body=[b"{}"])
         assert answer.json["type"] == "error" and answer.json["error"]["type"] == "authentication_error"
         assert answer.json["request_id"] == answer.headers["x-request-id"] == answer.headers["request-id"] == "mine"
 
-    def test_to_liveness_and_for_the_page_need_none(self, app: Guarded, echo: Echo, tmp_path: Path):
+    def test_to_liveness_and_for_the_page_need_none(self, app, echo, tmp_path):
         for path in ("/health", "/", "/page/app.js"):
             assert ask(app, path).status == 200
             assert ask(app, path, method="POST").status == 401
         hidden = Guarded(echo, ServerConfig(keys_file=keys_file(tmp_path), page=False))
         assert ask(hidden, "/").status == ask(hidden, "/page/app.js").status == 401
 
-    def test_need_none_where_there_is_no_file(self, echo: Echo):
+    def test_need_none_where_there_is_no_file(self, echo):
         assert ask(Guarded(echo, ServerConfig()), headers={"authorization": "Bearer none"}).status == 200
         assert echo.scope is not None and call_of(echo.scope).client.key is None
 
-    def test_have_a_name_of_their_own_or_the_clients_if_it_is_sane(self, app: Guarded, echo: Echo):
+    def test_have_a_name_of_their_own_or_the_clients_if_it_is_sane(self, app, echo):
         for asked in ("a b", "x" * 200, "é"):
             assert ask(app, "/health", headers={"x-request-id": asked}).headers["x-request-id"].startswith("req_")
 
 
 class TestReload:
     @pytest.mark.threat("key-rights")
-    def test_takes_new_keys_and_forgets_old_ones(self, app: Guarded, tmp_path: Path):
+    def test_takes_new_keys_and_forgets_old_ones(self, app, tmp_path):
         keys_file(tmp_path, '[carol]\nkey = "sk-carol-0123456789"')
         assert ask(app, headers={"x-api-key": ALICE}).status == 200
         app.reload()
@@ -153,14 +153,14 @@ class TestReload:
         assert ask(app, headers={"x-api-key": "sk-carol-0123456789"}).status == 200
 
     @pytest.mark.threat("key-rights")
-    def test_of_a_broken_file_keeps_those_before(self, app: Guarded, tmp_path: Path):
+    def test_of_a_broken_file_keeps_those_before(self, app, tmp_path):
         keys_file(tmp_path, "[alice]")
         with pytest.raises(UsageError):
             app.reload()
         assert ask(app, headers={"x-api-key": ALICE}).status == 200
 
 
-def test_a_websocket_is_closed_before_the_application_sees_it(app: Guarded, echo: Echo):
+def test_a_websocket_is_closed_before_the_application_sees_it(app, echo):
     sent: list[Any] = []
 
     async def send(message: Any) -> None:

@@ -5,7 +5,6 @@ import io
 import json
 import logging
 import sys
-from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -59,7 +58,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> Any:
     return read
 
 
-def test_a_request_leaves_a_line_with_the_name_of_its_key(lines: Any):
+def test_a_request_leaves_a_line_with_the_name_of_its_key(lines):
     with log_to_stderr("json"):
         answered(fine, body=b"a secret")
     (line,) = lines()
@@ -68,7 +67,7 @@ def test_a_request_leaves_a_line_with_the_name_of_its_key(lines: Any):
     assert "a secret" not in str(line) and "an answer" not in str(line)
 
 
-def test_bodies_are_written_where_they_are_asked_for(lines: Any):
+def test_bodies_are_written_where_they_are_asked_for(lines):
     with log_to_stderr("json"):
         answered(fine, bodies=True, body=b"a secret")
     (line,) = lines()
@@ -77,7 +76,7 @@ def test_bodies_are_written_where_they_are_asked_for(lines: Any):
 
 @pytest.mark.threat("log-privacy")
 @pytest.mark.parametrize("bodies", [False, True])
-def test_a_failure_is_written_with_its_place_and_its_message_only_where_bodies_are(bodies: bool, lines: Any):
+def test_a_failure_is_written_with_its_place_and_its_message_only_where_bodies_are(bodies, lines):
     with log_to_stderr("json"):
         answered(broken, bodies=bodies)
     failure, line = lines()
@@ -86,7 +85,7 @@ def test_a_failure_is_written_with_its_place_and_its_message_only_where_bodies_a
     assert "in broken" in failure["traceback"] and ("a secret" in str(failure)) == bodies
 
 
-def test_requests_of_supervisors_leave_no_line(lines: Any):
+def test_requests_of_supervisors_leave_no_line(lines):
     async def health(scope: Scope, receive: Receive, send: Send) -> None:
         call_of(scope).note(route="/health")
         await fine(scope, receive, send)
@@ -96,7 +95,7 @@ def test_requests_of_supervisors_leave_no_line(lines: Any):
     assert lines() == []
 
 
-def test_the_page_leaves_its_route(lines: Any):
+def test_the_page_leaves_its_route(lines):
     app = Starlette()
     page.mount(app)  # type: ignore[arg-type]
     with log_to_stderr("json"):
@@ -104,7 +103,7 @@ def test_the_page_leaves_its_route(lines: Any):
     assert [line["route"] for line in lines()] == ["/"]
 
 
-def test_what_clients_say_of_themselves_is_in_the_line(tiny_bundle: Path, lines: Any):
+def test_what_clients_say_of_themselves_is_in_the_line(tiny_bundle, lines):
     config = ServerConfig(models={"tiny": tiny_bundle}, threads=1)
     said = {"user": "ann", "safety_identifier": "h4sh", "metadata": {"team": "a\nb"}}
     messages = [{"role": "user", "content": "Hello"}]
@@ -133,7 +132,7 @@ FORGED += ["\u202eb", "\x85c", "\u2028d"]
 @pytest.mark.threat("log-forgery")
 @pytest.mark.parametrize("text", FORGED)
 @pytest.mark.parametrize("place", ["field", "mapping", "message", "failure"])
-def test_no_client_forges_a_line_or_a_field_or_steers_the_terminal(text: str, place: str):
+def test_no_client_forges_a_line_or_a_field_or_steers_the_terminal(text, place):
     record = logging.LogRecord("x", logging.INFO, "x.py", 1, text if place == "message" else "request", (), None)
     record.__dict__["llmc_fields"] = {"user": {"field": text, "mapping": {text: text}}.get(place, "ann"), "status": 400}
     if place == "failure":
@@ -149,7 +148,7 @@ def test_no_client_forges_a_line_or_a_field_or_steers_the_terminal(text: str, pl
     assert place == "message" or json.loads(f"[{fields.removesuffix(' status=400') if place != 'failure' else 0}]")
 
 
-def test_people_at_a_terminal_get_them_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch, lines: Any):
+def test_people_at_a_terminal_get_them_unless_told_otherwise(monkeypatch, lines):
     with log_to_stderr(None):
         answered(fine)
     assert lines()[0]["status"] == 200
@@ -169,7 +168,7 @@ def test_of_a_request_that_was_left_the_prompt_counts():
     assert (costs["prompt_tokens"], costs["output_tokens"]) == (7, 2)
 
 
-def test_what_was_logged_before_is_so_again(lines: Any):
+def test_what_was_logged_before_is_so_again(lines):
     logger = logging.getLogger("llmc.runtime.server")
     with log_to_stderr("text"):
         assert logger.isEnabledFor(logging.INFO)

@@ -28,16 +28,16 @@ def asked(host: str, origin: str | None = None, method: str = "POST", headers: A
 
 class TestHosts:
     @pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1:8000", "[::1]:8000", "LOCALHOST"])
-    def test_that_are_this_machine_are_served(self, host: str):
+    def test_that_are_this_machine_are_served(self, host):
         assert asked(host).status == 200
 
     @pytest.mark.threat("foreign-pages")
     @pytest.mark.parametrize("host", ["evil.example:8000", "", "localhost.evil", "[::1", "127.0.0.1@evil", "a b"])
-    def test_that_are_not_are_refused_where_no_key_is_asked_for(self, host: str):
+    def test_that_are_not_are_refused_where_no_key_is_asked_for(self, host):
         answer = asked(host)
         assert answer.status == 400 and answer.json["error"]["code"] == "unknown_host"
 
-    def test_are_those_of_the_settings(self, keys: Path):
+    def test_are_those_of_the_settings(self, keys):
         assert asked("box.example", allowed_hosts=("box.example",)).status == 200
         assert asked("localhost", allowed_hosts=("box.example",)).status == 400
         assert asked("box.example", allowed_hosts=("*",)).status == 200
@@ -52,7 +52,7 @@ class TestPages:
     @pytest.mark.parametrize(
         "origin", ["https://evil.example", "null", "http://localhost:3000", "http://localhost.evil"]
     )
-    def test_of_others_are_refused_where_no_key_is_asked_for(self, origin: str):
+    def test_of_others_are_refused_where_no_key_is_asked_for(self, origin):
         answer = asked("localhost:8000", origin)
         assert answer.status == 403 and answer.json["error"]["code"] == "foreign_origin"
 
@@ -61,7 +61,7 @@ class TestPages:
         assert asked("localhost:8000", "https://localhost:8000").status == 200  # behind a proxy that adds TLS
         assert asked("localhost:8000", PAGE, cors_origins=(PAGE,)).status == 200
 
-    def test_of_others_bring_no_key_by_themselves_so_that_they_are_refused_for_that(self, keys: Path):
+    def test_of_others_bring_no_key_by_themselves_so_that_they_are_refused_for_that(self, keys):
         assert asked("localhost:8000", "https://evil.example", keys_file=keys).status == 401
 
 
@@ -73,7 +73,7 @@ class TestAnswers:
         assert preflight.status == 403
 
     @pytest.mark.threat("foreign-pages")
-    def test_are_for_the_origins_of_the_settings_alone(self, keys: Path):
+    def test_are_for_the_origins_of_the_settings_alone(self, keys):
         settings: dict[str, Any] = {"keys_file": keys, "cors_origins": (PAGE,)}
         wanted = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-new"}
         preflight = asked("any", PAGE, "OPTIONS", wanted, **settings)
@@ -90,9 +90,7 @@ class TestAnswers:
         assert "access-control-allow-origin" not in other.headers
 
     @pytest.mark.parametrize(("origin", "allowed"), [(PAGE, "true"), ("https://evil.example", None)])
-    def test_reach_this_machine_from_the_web_for_the_origins_of_the_settings(
-        self, keys: Path, origin: str, allowed: str | None
-    ):
+    def test_reach_this_machine_from_the_web_for_the_origins_of_the_settings(self, keys, origin, allowed):
         wanted = {"access-control-request-method": "POST", "access-control-request-private-network": "true"}
         preflight = asked("any", origin, "OPTIONS", wanted, keys_file=keys, cors_origins=(PAGE,))
         assert preflight.headers.get("access-control-allow-private-network") == allowed

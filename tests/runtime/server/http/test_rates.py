@@ -75,7 +75,7 @@ def limited(clock: Clock, **settings: int) -> tuple[As, Asking]:
 
 
 class TestBucket:
-    def test_fills_evenly_and_never_over(self, clock: Clock):
+    def test_fills_evenly_and_never_over(self, clock):
         bucket = Bucket(60, clock)
         bucket.spend(60)
         assert bucket.wait(1) == 1 and bucket.level == 0
@@ -84,7 +84,7 @@ class TestBucket:
         clock.now += 1e6
         assert bucket.level == 60
 
-    def test_remembers_what_is_owed(self, clock: Clock):
+    def test_remembers_what_is_owed(self, clock):
         bucket = Bucket(60, clock)
         bucket.spend(120)
         assert bucket.level == -60 and bucket.wait(1) == 61
@@ -93,7 +93,7 @@ class TestBucket:
 
 class TestRequests:
     @pytest.mark.threat("key-rates")
-    def test_beyond_the_rate_are_told_when_to_come_back(self, clock: Clock):
+    def test_beyond_the_rate_are_told_when_to_come_back(self, clock):
         app, _ = limited(clock, requests_per_minute=2)
         first, second = (ask(app, method="POST") for _ in range(2))
         assert first.status == 200 and first.headers["x-ratelimit-limit-requests"] == "2"
@@ -107,25 +107,25 @@ class TestRequests:
         assert ask(app, method="POST").status == 200
 
     @pytest.mark.threat("stored-responses")
-    def test_that_only_read_are_free_but_for_what_is_stored(self, clock: Clock):
+    def test_that_only_read_are_free_but_for_what_is_stored(self, clock):
         app, _ = limited(clock, requests_per_minute=1)
         assert [ask(app).status for _ in range(3)] == [200] * 3
         assert [ask(app, "/v1/responses/resp_a").status for _ in range(2)] == [200, 429]
 
-    def test_of_each_key_are_counted_for_themselves_by_its_own_rate(self, clock: Clock):
+    def test_of_each_key_are_counted_for_themselves_by_its_own_rate(self, clock):
         app, _ = limited(clock, requests_per_minute=1)
         alice, bob = Key("alice", b""), Key("bob", b"", requests_per_minute=3)
         for key, most in ((alice, 1), (bob, 3)):
             app.key = key
             assert [ask(app, method="POST").status for _ in range(most + 1)] == [200] * most + [429]
 
-    def test_of_a_key_whose_rate_was_changed_begin_anew(self, clock: Clock):
+    def test_of_a_key_whose_rate_was_changed_begin_anew(self, clock):
         app, _ = limited(clock)
         for rate in (1, 2):
             app.key = Key("alice", b"", requests_per_minute=rate)
             assert [ask(app, method="POST").status for _ in range(rate + 1)] == [200] * rate + [429]
 
-    def test_without_a_rate_are_told_of_none(self, clock: Clock):
+    def test_without_a_rate_are_told_of_none(self, clock):
         app, _ = limited(clock)
         answer = ask(app, method="POST")
         assert answer.status == 200 and not any(name.startswith("x-ratelimit") for name in answer.headers)
@@ -133,7 +133,7 @@ class TestRequests:
 
 class TestTokens:
     @pytest.mark.threat("key-rates")
-    def test_that_are_used_up_are_waited_for(self, clock: Clock):
+    def test_that_are_used_up_are_waited_for(self, clock):
         app, echo = limited(clock, tokens_per_minute=600)
         echo.handles = [Asked(100, 300, 300), Asked(100, 100, 100)]
         assert ask(app, method="POST").headers["x-ratelimit-remaining-tokens"] == "0"
@@ -143,7 +143,7 @@ class TestTokens:
         clock.now += 60
         assert ask(app, method="POST").status == 200
 
-    def test_are_given_back_before_the_client_has_the_whole_answer(self, clock: Clock):
+    def test_are_given_back_before_the_client_has_the_whole_answer(self, clock):
         app, echo = limited(clock, tokens_per_minute=600)
         echo.handles = [running := Asked(100, 300, 50, done=False)]
         left = []
@@ -159,7 +159,7 @@ class TestTokens:
         ask(noting, method="POST")
         assert left == [200, 450]
 
-    def test_of_texts_that_are_encoded_count_too(self, clock: Clock):
+    def test_of_texts_that_are_encoded_count_too(self, clock):
         app, echo = limited(clock, tokens_per_minute=600)
         ask(app)
         echo.client.spend(tokens=7)
@@ -167,20 +167,20 @@ class TestTokens:
 
     @pytest.mark.threat("key-rates")
     @pytest.mark.parametrize("done", [True, False])
-    def test_of_who_leaves_are_the_prompts_and_those_so_far(self, clock: Clock, done: bool):
+    def test_of_who_leaves_are_the_prompts_and_those_so_far(self, clock, done):
         app, echo = limited(clock, tokens_per_minute=600)
         echo.handles = [Asked(10, 500, 5, done=done, failed=True)]
         ask(app, method="POST")
         assert app.app.account(None).tokens.level == 585
 
-    def test_refusals_for_them_count_no_request(self, clock: Clock):
+    def test_refusals_for_them_count_no_request(self, clock):
         account = Account(Bucket(5, clock), Bucket(5, clock))
         account.reserve(6)
         with pytest.raises(ApiError, match="tokens per minute"):
             account.admit()
         assert account.headers()["x-ratelimit-remaining-requests"] == "5"
 
-    def test_that_others_hold_are_not_there(self, clock: Clock):
+    def test_that_others_hold_are_not_there(self, clock):
         account = Account(None, Bucket(100, clock))
         first, second = (Tab(account) for _ in range(2))
         first.take(Bill(reserved=9))
@@ -192,7 +192,7 @@ class TestTokens:
         second.take(Bill(reserved=20))
         assert account.tokens is not None and account.tokens.level == 20
 
-    def test_that_are_too_many_cancel_the_request(self, clock: Clock):
+    def test_that_are_too_many_cancel_the_request(self, clock):
         client = Client(None, Tab(Account(None, Bucket(100, clock))).take)
         client.charge(one := Asked(10, 70, 0, done=False))
         with pytest.raises(ApiError, match="has no room"):
@@ -200,7 +200,7 @@ class TestTokens:
         assert (one.cancelled, other.cancelled, client.bill) == (False, True, Bill(0, 80, 10))
 
 
-def test_requests_that_come_as_one_are_counted_once_however_often_they_are_told_of(clock: Clock):
+def test_requests_that_come_as_one_are_counted_once_however_often_they_are_told_of(clock):
     account = Account(Bucket(3, clock), None)
     account.admit()
     tab = Tab(account)
@@ -209,7 +209,7 @@ def test_requests_that_come_as_one_are_counted_once_however_often_they_are_told_
     assert account.requests is not None and account.requests.level == 3 - 10
 
 
-def test_a_refused_spending_keeps_the_tokens_of_requests_that_ended(clock: Clock):
+def test_a_refused_spending_keeps_the_tokens_of_requests_that_ended(clock):
     account = Account(Bucket(2, clock), Bucket(1000, clock))
     client = Client(None, Tab(account).take)
     client.charge(handle := Asked(10, 70, 5, done=False))
@@ -220,7 +220,7 @@ def test_a_refused_spending_keeps_the_tokens_of_requests_that_ended(clock: Clock
     assert client.bill == Bill(0, 15, 15)
 
 
-def test_a_request_that_ends_while_it_is_refused_stays_on_the_bill(clock: Clock):
+def test_a_request_that_ends_while_it_is_refused_stays_on_the_bill(clock):
     handle = Asked(10, 70, 5, done=False)
 
     def refuse(bill: Bill) -> None:

@@ -4,7 +4,6 @@ import json
 import re
 from typing import Any
 
-import httpx2 as httpx
 import numpy as np
 import pytest
 from doubles.asgi import Echo, ask
@@ -18,7 +17,6 @@ from llmc.runtime.server.dialects.completions import CompletionRequest
 from llmc.runtime.server.dialects.openai_chat import ChatRequest
 from llmc.runtime.server.dialects.responses import ResponseRequest
 from llmc.runtime.server.http.arrival import Bodies
-from llmc.runtime.server.http.bodies import Body
 from llmc.runtime.server.http.errors import from_llmc
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -69,21 +67,19 @@ ASKED = {"model": "tiny", "max_tokens": 1, "messages": [USER]}
     ],
 )
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
-def test_numbers_that_json_has_not_are_refused_at_their_place(
-    http: httpx.Client, path: str, body: dict[str, Any], param: str, number: str
-):
+def test_numbers_that_json_has_not_are_refused_at_their_place(http, path, body, param, number):
     text = json.dumps(body).replace("Infinity", number)
     answer = http.post(path, content=text, headers={**VERSION, "content-type": "application/json"})
     said = answer.json()["error"]["message"]
     assert answer.status_code == 400 and said.startswith(param) and said.endswith("expected a finite number")
 
 
-def test_numbers_that_json_has_not_may_be_in_what_is_not_read(http: httpx.Client):
+def test_numbers_that_json_has_not_may_be_in_what_is_not_read(http):
     text = json.dumps({"input": [USER, ANSWERED, USER], "max_output_tokens": 1})
     assert http.post(RESPONSES, content=text, headers={"content-type": "application/json"}).status_code == 200
 
 
-def test_no_sentence_speaks_of_python(http: httpx.Client):
+def test_no_sentence_speaks_of_python(http):
     said = set()
     for path, body in CORPUS[::12]:  # of 13 values each, so each value comes
         if body.get("stream") is True or body.get("logprobs") is True:
@@ -128,7 +124,7 @@ def test_a_word_of_python_would_be_noticed():
         ("/v1/responses?store=false", {"input": "a"}, "store"),
     ],
 )
-def test_a_place_is_named_as_it_was_written(http: httpx.Client, path: str, body: dict[str, Any], param: str):
+def test_a_place_is_named_as_it_was_written(http, path, body, param):
     answer = http.post(path, json=body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
     assert param in answer.json()["error"]["message"]
@@ -143,12 +139,12 @@ def test_a_place_is_named_as_it_was_written(http: httpx.Client, path: str, body:
         (b"{", "the body is no JSON"),
     ],
 )
-def test_a_body_that_is_none_is_told_apart(http: httpx.Client, body: bytes, said: str):
+def test_a_body_that_is_none_is_told_apart(http, body, said):
     answer = http.post(CHAT, content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400 and said in answer.json()["error"]["message"]
 
 
-def test_texts_of_two_names_are_not_sent_back_whole(http: httpx.Client):
+def test_texts_of_two_names_are_not_sent_back_whole(http):
     thoughts = {"reasoning_content": "a" * 10_000, "reasoning": "b" * 10_000}
     answer = http.post(CHAT, json={"messages": [USER, {"role": "assistant", "content": "c", **thoughts}]})
     error = answer.json()["error"]
@@ -157,12 +153,12 @@ def test_texts_of_two_names_are_not_sent_back_whole(http: httpx.Client):
 
 
 @pytest.mark.parametrize("name", ["query", "body", "header", "path"])
-def test_a_parameter_may_have_the_name_of_a_part_of_a_request(http: httpx.Client, name: str):
+def test_a_parameter_may_have_the_name_of_a_part_of_a_request(http, name):
     error = http.post(CHAT, json={"messages": [USER], name: 1}).json()["error"]
     assert error["param"] == name and error["message"].startswith(f"{name} is not a parameter of this route")
 
 
-def test_what_other_servers_call_otherwise_is_refused_with_llmcs_name(http: httpx.Client):
+def test_what_other_servers_call_otherwise_is_refused_with_llmcs_name(http):
     answer = http.post(CHAT, json={"messages": [USER], "repeat_penalty": 1.1})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "repeat_penalty"
     assert answer.json()["error"]["message"].endswith("leave it out, or did you mean repetition_penalty?")
@@ -181,7 +177,7 @@ def test_what_other_servers_call_otherwise_is_refused_with_llmcs_name(http: http
         (MessageRequest, {"model": "a", "max_tokens": 1, "messages": [{"role": "user", "content": [{}] * 9999}]}),
     ],
 )
-def test_a_body_ends_at_its_first_fault(kind: type[Body], body: dict[str, Any]):
+def test_a_body_ends_at_its_first_fault(kind, body):
     with pytest.raises(ValidationError) as refused:
         kind.model_validate(body)
     assert refused.value.error_count() < 9  # one of each kind of value, and each member that is missing
@@ -207,23 +203,23 @@ def test_a_name_that_an_object_has_twice_is_refused():
         (RESPONSES, {"input": "a " * 5000}, "input"),
     ],
 )
-def test_what_exceeds_the_context_has_its_code(http: httpx.Client, path: str, body: dict[str, Any], param: str):
+def test_what_exceeds_the_context_has_its_code(http, path, body, param):
     error = http.post(path, json=body).json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", param)
 
 
-def test_an_empty_list_of_blocks_is_told_as_such(http: httpx.Client):
+def test_an_empty_list_of_blocks_is_told_as_such(http):
     body = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": []}]}
     answer = http.post(MESSAGES, json=body, headers=VERSION)
     assert answer.json()["error"]["message"] == "messages[0].content is empty, expected 1 or more items"
 
 
 @pytest.mark.threat("no-fetch")
-def test_another_spelling_of_a_route_leads_nowhere_else(http: httpx.Client):
+def test_another_spelling_of_a_route_leads_nowhere_else(http):
     assert http.post(f"{CHAT}/", json={}, follow_redirects=False).status_code == 404
 
 
-def test_clients_of_anthropics_beta_resources_go_on_working(http: httpx.Client):
+def test_clients_of_anthropics_beta_resources_go_on_working(http):
     body = {"model": "tiny", "max_tokens": 1, "messages": [USER]}
     assert http.post(f"{MESSAGES}?beta=true", json=body, headers=VERSION).status_code == 200
 
@@ -231,13 +227,13 @@ def test_clients_of_anthropics_beta_resources_go_on_working(http: httpx.Client):
 @pytest.mark.parametrize(
     ("kind", "status"), [("Application/JSON; charset=utf-8", 200), ("application/vnd.api+json", 200), ("", 400)]
 )
-def test_a_body_is_json_by_any_of_its_names(http: httpx.Client, kind: str, status: int):
+def test_a_body_is_json_by_any_of_its_names(http, kind, status):
     body = b'{"prompt": "a", "max_tokens": 1}'
     assert http.post(COMPLETIONS, content=body, headers={"content-type": kind}).status_code == status
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES, "/v1/embeddings"])
-def test_parameters_in_the_address_are_refused_everywhere(http: httpx.Client, path: str):
+def test_parameters_in_the_address_are_refused_everywhere(http, path):
     answer = http.post(f"{path}?invented=1", json={}, headers=VERSION)
     assert answer.status_code == 400 and "invented" in answer.json()["error"]["message"]
 
@@ -255,7 +251,7 @@ def test_parameters_in_the_address_are_refused_everywhere(http: httpx.Client, pa
         ("/v1/models/other", None),
     ],
 )
-def test_a_missing_model_is_named_as_openai_does(http: httpx.Client, path: str, body: dict[str, Any] | None):
+def test_a_missing_model_is_named_as_openai_does(http, path, body):
     answer = http.get(path) if body is None else http.post(path, json={"model": "other", **body})
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["code"], error["param"]) == (
@@ -263,13 +259,13 @@ def test_a_missing_model_is_named_as_openai_does(http: httpx.Client, path: str, 
 
 
 @pytest.mark.parametrize("body", [{}, {"model": "tiny", "input": []}])
-def test_responses_are_not_compacted(http: httpx.Client, body: dict[str, Any]):
+def test_responses_are_not_compacted(http, body):
     answer = http.post(f"{RESPONSES}/compact", json=body)
     assert answer.status_code == 404 and answer.json()["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_logits_that_are_no_numbers_are_the_servers_fault(value: float):
+def test_logits_that_are_no_numbers_are_the_servers_fault(value):
     with pytest.raises(NonFiniteError) as caught:
         weigh(np.full(9, value, np.float32))
     assert from_llmc(caught.value).status == 500

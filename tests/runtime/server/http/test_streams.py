@@ -25,7 +25,7 @@ VALUES: Any = st.recursive(
 
 
 @given(VALUES, st.integers(1, 3))
-def test_what_is_encoded_in_pieces_is_the_same(value: Any, piece: int):
+def test_what_is_encoded_in_pieces_is_the_same(value, piece):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "PIECE", piece)
         patch.setattr(streams, "SHORT", piece)
@@ -34,7 +34,7 @@ def test_what_is_encoded_in_pieces_is_the_same(value: Any, piece: int):
 
 
 @pytest.mark.parametrize("end", sorted({c for c in map(chr, range(0x10FFFF)) if len(f"a{c}b".splitlines()) > 1}))
-def test_no_reader_of_lines_takes_a_text_for_several(end: str):
+def test_no_reader_of_lines_takes_a_text_for_several(end):
     value = {f"é{end}": [f"{end}x{end}"]}
     for written in (encode_json(value), in_pieces([value]), event(value).decode().rstrip("\n")):
         assert len(written.splitlines()) == 1 and "é" in written
@@ -121,7 +121,7 @@ def test_what_goes_wrong_is_not_swallowed():
     assert talk.sent == [b"one", b"closed", b"let go"]
 
 
-def test_signs_of_life_that_cannot_be_sent_leave_no_errors_behind(caplog: pytest.LogCaptureFixture):
+def test_signs_of_life_that_cannot_be_sent_leave_no_errors_behind(caplog):
     failed = []
 
     def heard(talk: Talk, body: bytes) -> None:

@@ -63,11 +63,11 @@ def phases(admin: httpx.Client) -> dict[str, str]:
     return {model["id"]: model["phase"] for model in admin.get("/admin/models").json()["data"]}
 
 
-def test_what_is_to_be_loaded_at_the_start_is(admin: httpx.Client):
+def test_what_is_to_be_loaded_at_the_start_is(admin):
     assert phases(admin) == {"first": "ready", "second": "ready"}
 
 
-def test_a_model_is_unloaded_and_comes_back_when_it_is_asked_for(admin: httpx.Client):
+def test_a_model_is_unloaded_and_comes_back_when_it_is_asked_for(admin):
     assert admin.post("/admin/models/second/unload").json()["phase"] == "unloaded"
     assert phases(admin) == {"first": "ready", "second": "unloaded"}
     body = {"model": "second", "prompt": "Once", "max_tokens": 1}
@@ -75,7 +75,7 @@ def test_a_model_is_unloaded_and_comes_back_when_it_is_asked_for(admin: httpx.Cl
     assert phases(admin)["second"] == "ready"
 
 
-def test_no_error_names_a_folder_of_the_server(admin: httpx.Client, folders: dict[str, Path]):
+def test_no_error_names_a_folder_of_the_server(admin, folders):
     weights = folders["second"] / "weights.bin"
     assert admin.post("/admin/models/second/unload").is_success
     aside = weights.rename(weights.with_suffix(".aside"))
@@ -89,7 +89,7 @@ def test_no_error_names_a_folder_of_the_server(admin: httpx.Client, folders: dic
     assert admin.post("/v1/completions", json=asked).is_success
 
 
-def test_a_bundle_that_was_published_in_its_place_is_swapped_in(admin: httpx.Client, folders: dict[str, Path]):
+def test_a_bundle_that_was_published_in_its_place_is_swapped_in(admin, folders):
     folder = folders["first"]
     manifest = read_bundle(folder)
     write_manifest(replace(manifest, source=replace(manifest.source, fingerprint="e" * 64)), folder)
@@ -100,7 +100,7 @@ def test_a_bundle_that_was_published_in_its_place_is_swapped_in(admin: httpx.Cli
 
 @pytest.mark.threat("admin")
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_other_keys_are_refused(admin: httpx.Client, method: str, path: str):
+def test_other_keys_are_refused(admin, method, path):
     before = states(admin)
     refused = admin.request(method, path, headers=as_key(BOB))
     assert refused.status_code == 403 and "the key 'bob' is no admin's" in refused.json()["error"]["message"]
@@ -108,14 +108,14 @@ def test_other_keys_are_refused(admin: httpx.Client, method: str, path: str):
     assert states(admin) == before
 
 
-def test_another_method_is_told_of_to_admins_alone(admin: httpx.Client):
+def test_another_method_is_told_of_to_admins_alone(admin):
     path = "/admin/models/first/reload"
     answers = [admin.get(path, headers=as_key(key)) for key in (ADMIN, BOB, "sk-nobody-0123456789")]
     assert [answer.status_code for answer in answers] == [405, 403, 401]
 
 
 @pytest.mark.threat("admin")
-def test_an_admin_of_some_models_leaves_the_others_alone(admin: httpx.Client):
+def test_an_admin_of_some_models_leaves_the_others_alone(admin):
     for action in ACTIONS:
         refused = admin.post(f"/admin/models/second/{action}", headers=as_key(LIMITED))
         assert refused.status_code == 403 and phases(admin)["second"] == "ready"
@@ -124,9 +124,7 @@ def test_an_admin_of_some_models_leaves_the_others_alone(admin: httpx.Client):
 
 @pytest.mark.threat("admin")
 @pytest.mark.parametrize(("method", "path"), [*ROUTES, ("GET", ROUTES[1][1]), ("DELETE", ROUTES[0][1])])
-def test_where_no_key_is_an_admins_there_are_no_such_routes(
-    nobodys: httpx.Client, address: str, method: str, path: str
-):
+def test_where_no_key_is_an_admins_there_are_no_such_routes(nobodys, address, method, path):
     answers = [nobodys.request(method, path), httpx.request(method, f"{address}{path}")]
     there_is_none = nobodys.request(method, "/admin/nothing")
     for answer in answers:

@@ -4,7 +4,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx2 as httpx
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
@@ -13,7 +12,7 @@ from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.server.models.pool import ModelState
 
 
-def test_it_is_alive_and_ready(http: httpx.Client):
+def test_it_is_alive_and_ready(http):
     assert http.get("/health").json() == {"status": "ok"}
     found = http.get("/ready")
     assert found.status_code == 200 and found.json()["models"]["tiny"]["phase"] == "ready"
@@ -32,7 +31,7 @@ def test_it_says_which_models_of_the_start_are_loading():
     assert found.status_code == 200 and "message" not in found.json()
 
 
-def test_metrics_count_requests_by_route_and_name_the_model(http: httpx.Client):
+def test_metrics_count_requests_by_route_and_name_the_model(http):
     http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
     http.get("/nowhere/at/all")
     families = {family.name: family for family in text_string_to_metric_families(http.get("/metrics").text)}
@@ -43,11 +42,11 @@ def test_metrics_count_requests_by_route_and_name_the_model(http: httpx.Client):
     assert {sample.labels["model_name"] for sample in engine} == {"tiny"}
 
 
-def test_errors_of_routes_are_in_the_common_format(http: httpx.Client):
+def test_errors_of_routes_are_in_the_common_format(http):
     assert "openapi.json" in http.get("/v2").json()["error"]["message"]
     assert http.get("/v1/chat/completions").status_code == 405
 
 
-def test_the_document_lists_the_routes(http: httpx.Client):
+def test_the_document_lists_the_routes(http):
     paths = http.get("/openapi.json").json()["paths"]
     assert {"/v1/chat/completions", "/v1/completions", "/health", "/metrics"} <= paths.keys()

@@ -15,7 +15,7 @@ from doubles.refusals import about
 
 from llmc.bundle import ADAPTERS_FOLDER, Manifest, write_manifest
 from llmc.bundle.model.encoder import Encoder
-from llmc.errors import BundleError, EngineClosedError, GpuError, LlmcError, RequestError, ResourceError, UsageError
+from llmc.errors import BundleError, EngineClosedError, GpuError, RequestError, ResourceError, UsageError
 from llmc.publish import file_entries
 from llmc.runtime import load
 from llmc.runtime.loaded import LoadedBundle
@@ -149,7 +149,7 @@ class Held:
         await self._task
 
 
-async def test_each_model_gets_its_own_format_of_calls(folders: dict[str, Path], loader: Loader):
+async def test_each_model_gets_its_own_format_of_calls(folders, loader):
     pool = Pool(folders, memory=3 * SIZE, load_options=OPTIONS, tool_formats={"b": "hermes"})
     await use(pool, "a", "b")
     assert [model.options.get("tool_format") for model in loader.loaded] == [None, "hermes"]
@@ -157,7 +157,7 @@ async def test_each_model_gets_its_own_format_of_calls(folders: dict[str, Path],
 
 class TestUnloading:
     @pytest.mark.threat("model-memory")
-    async def test_lets_requests_finish_and_the_next_one_loads_anew(self, make: Make, loader: Loader):
+    async def test_lets_requests_finish_and_the_next_one_loads_anew(self, make, loader):
         pool = make()
         held = Held(pool, "a")
         first = await held.model
@@ -169,9 +169,7 @@ class TestUnloading:
         await held.end()
         await until(lambda: first.closed.is_set() and pool.memory_taken == SIZE)
 
-    async def test_of_what_is_not_loaded_does_nothing_and_of_what_is_not_there_is_refused(
-        self, make: Make, loader: Loader
-    ):
+    async def test_of_what_is_not_loaded_does_nothing_and_of_what_is_not_there_is_refused(self, make, loader):
         pool = make()
         await pool.place("a").unload()
         assert loader.names == [] and pool.states()["a"].phase == "unloaded"
@@ -183,15 +181,13 @@ class TestUnloading:
 
 
 class TestLoading:
-    async def test_is_done_once_for_all_who_ask_meanwhile(self, make: Make, loader: Loader):
+    async def test_is_done_once_for_all_who_ask_meanwhile(self, make, loader):
         pool = make()
         await asyncio.gather(*(use(pool, "a") for _ in range(5)))
         assert loader.names == ["a"] and pool.states()["a"].loads == 1
         assert [pool.states()[name].phase for name in "abc"] == ["ready", "unloaded", "unloaded"]
 
-    async def test_a_client_that_leaves_while_its_model_is_loaded_takes_it_from_nobody(
-        self, make: Make, loader: Loader
-    ):
+    async def test_a_client_that_leaves_while_its_model_is_loaded_takes_it_from_nobody(self, make, loader):
         pool, go = make(), threading.Event()
         loader.before = lambda folder: go.wait(WAIT_S)
         first, second = (asyncio.create_task(use(pool, "a")) for _ in range(2))
@@ -201,19 +197,19 @@ class TestLoading:
         await second
         assert first.cancelled() and loader.names == ["a"]
 
-    async def test_warms_the_first_one_unless_told_which(self, make: Make, loader: Loader):
+    async def test_warms_the_first_one_unless_told_which(self, make, loader):
         await make().warm()
         await make().warm("c", "b")
         assert loader.names == ["a", "c", "b"]
 
-    async def test_warms_several_only_where_they_fit_together(self, make: Make, loader: Loader):
+    async def test_warms_several_only_where_they_fit_together(self, make, loader):
         pool = make(patience_s=0.01)
         with pytest.raises(ResourceError, match=r"c: .* others are in use;"):
             await pool.warm("a", "b", "c")
 
     @pytest.mark.threat("reload-flood")
     async def test_of_a_broken_bundle_fails_for_all_and_is_not_tried_again_until_another_one_is_published(
-        self, make: Make, loader: Loader, folders: dict[str, Path], manifest: Manifest
+        self, make, loader, folders, manifest
     ):
         tried = []
 
@@ -237,7 +233,7 @@ class TestLoading:
         await use(pool, "a")
         assert pool.states()["a"].reason is None and pool.memory_taken == SIZE
 
-    async def test_options_that_do_not_suit_a_bundle_are_not_its_clients_fault(self, make: Make, loader: Loader):
+    async def test_options_that_do_not_suit_a_bundle_are_not_its_clients_fault(self, make, loader):
         def refuse(folder: Path) -> None:
             raise UsageError("max_context", "is 9, expected 1 ... 8")
 
@@ -245,9 +241,7 @@ class TestLoading:
         with pytest.raises(BundleError, match="cannot be loaded with the options of this service: max_context"):
             await use(make("a"), "a")
 
-    async def test_bundles_that_do_not_generate_get_no_options_of_an_engine(
-        self, make: Make, loader: Loader, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-    ):
+    async def test_bundles_that_do_not_generate_get_no_options_of_an_engine(self, make, loader, folders, monkeypatch):
         pool = make("a", threads=3, max_queue=5, memory=None)
         manifest = pool.manifest("a")
         assert pool._loader.options_of(manifest) == {"threads": 3, "max_queue": 5, **OPTIONS}
@@ -258,11 +252,11 @@ class TestLoading:
 
 
 class TestMemory:
-    def test_a_model_that_cannot_fit_even_alone_is_refused_at_the_start(self, make: Make):
+    def test_a_model_that_cannot_fit_even_alone_is_refused_at_the_start(self, make):
         with pytest.raises(ResourceError, match=r"a: 1 MB are needed, 0 MB may be taken by all models"):
             make(memory=SIZE - 1)
 
-    async def test_is_divided_where_all_fit_and_nobody_gets_more_than_it_can_use(self, make: Make, loader: Loader):
+    async def test_is_divided_where_all_fit_and_nobody_gets_more_than_it_can_use(self, make, loader):
         more = {"max_batch": 1, "prefix_cache_bytes": None}  # so that a model has use for more than SIZE
         pool = make("ab", memory=10 * SIZE, **more)
         await use(pool, "a", "b")
@@ -272,7 +266,7 @@ class TestMemory:
         await use(make("ab", memory=10 * SIZE), "a")
         assert loader.loaded[-1].memory == SIZE
 
-    async def test_the_one_used_longest_ago_makes_room(self, make: Make, loader: Loader):
+    async def test_the_one_used_longest_ago_makes_room(self, make, loader):
         pool = make()
         await use(pool, "a", "b", "a", "c")
         assert [model.closed.is_set() for model in loader.loaded] == [False, True, False]
@@ -281,7 +275,7 @@ class TestMemory:
         assert loader.names == ["a", "b", "c", "b"] and pool.memory_taken == 2 * SIZE
 
     @pytest.mark.threat("model-memory")
-    async def test_one_in_use_stays_and_who_needs_its_room_waits_for_it(self, make: Make, loader: Loader):
+    async def test_one_in_use_stays_and_who_needs_its_room_waits_for_it(self, make, loader):
         pool = make(memory=SIZE)
         held = Held(pool, "a")
         model = await held.model
@@ -294,7 +288,7 @@ class TestMemory:
         assert model.closed.is_set() and loader.names == ["a", "b"]
 
     @pytest.mark.threat("model-memory")
-    async def test_who_waits_too_long_is_refused(self, make: Make):
+    async def test_who_waits_too_long_is_refused(self, make):
         pool = make(memory=SIZE, patience_s=0.01)
         held = Held(pool, "a")
         await held.model
@@ -303,7 +297,7 @@ class TestMemory:
         await held.end()
         await use(pool, "b")  # lack of memory is no reason to wait before the next attempt
 
-    async def test_that_the_machine_lacks_is_made_by_idle_models_too(self, make: Make, loader: Loader):
+    async def test_that_the_machine_lacks_is_made_by_idle_models_too(self, make, loader):
         def lack(folder: Path) -> None:
             if folder.name == "b" and not loader.loaded[0].closed.is_set():
                 raise ResourceError("the GPU has 3 MB left")
@@ -314,20 +308,20 @@ class TestMemory:
         assert pool.states()["a"].phase == "unloaded"
 
     @pytest.mark.parametrize("options", [{}, {"max_context": 100}, {"prefix_cache_bytes": 1_000_000}])
-    def test_the_least_is_what_load_demands(self, tiny_bundle: Path, options: dict[str, Any]):
+    def test_the_least_is_what_load_demands(self, tiny_bundle, options):
         least = memory_need(module.read_bundle(tiny_bundle), options).least - options.get("prefix_cache_bytes", 0)
         load(tiny_bundle, memory=least, self_test=False, verify=False, **options).close()
         with pytest.raises(ResourceError):
             named = {"max_context": module.read_bundle(tiny_bundle).limits.max_context, **options}
             load(tiny_bundle, memory=least - 1, self_test=False, verify=False, **named)
 
-    def test_a_draft_counts(self, make: Make, folders: dict[str, Path]):
+    def test_a_draft_counts(self, make, folders):
         with pytest.raises(ResourceError):
             make("a", memory=2 * SIZE - 1, draft=str(folders["b"]))
 
 
 class TestSwap:
-    async def test_the_old_one_finishes_its_requests_beside_the_new_one_and_is_closed(self, make: Make, loader: Loader):
+    async def test_the_old_one_finishes_its_requests_beside_the_new_one_and_is_closed(self, make, loader):
         pool = make("ab")
         held = Held(pool, "a")
         old = await held.model
@@ -341,13 +335,13 @@ class TestSwap:
         await until(lambda: pool.memory_taken == SIZE)
         assert not new.closed.is_set()
 
-    async def test_to_another_folder_holds_for_later_loads(self, make: Make, loader: Loader, folders: dict[str, Path]):
+    async def test_to_another_folder_holds_for_later_loads(self, make, loader, folders):
         pool = make("a", memory=SIZE)
         await pool.place("a").swap(folders["c"])
         await use(pool, "a")
         assert loader.names == ["c"] and pool.manifest("a").source.name == "c"
 
-    async def test_to_a_bundle_that_fails_leaves_the_old_one_serving(self, make: Make, loader: Loader):
+    async def test_to_a_bundle_that_fails_leaves_the_old_one_serving(self, make, loader):
         def fail(folder: Path) -> None:
             raise BundleError("the self-test failed", path=folder)
 
@@ -361,7 +355,7 @@ class TestSwap:
         assert (state.phase, state.reason, state.memory) == ("ready", "the self-test failed", SIZE)
         assert not loader.loaded[0].closed.is_set()
 
-    async def test_without_memory_for_both_is_refused_and_the_old_one_goes_on(self, make: Make, loader: Loader):
+    async def test_without_memory_for_both_is_refused_and_the_old_one_goes_on(self, make, loader):
         pool = make("a", memory=SIZE)
         await use(pool, "a")
         with pytest.raises(ResourceError, match=r"a goes on with the bundle that it has; unload that first"):
@@ -372,15 +366,13 @@ class TestSwap:
         await pool.place("a").swap()
         assert loader.loaded[0].closed.is_set() and loader.names == ["a", "a"] and pool.memory_taken == SIZE
 
-    async def test_idle_models_make_room_for_it(self, make: Make, loader: Loader):
+    async def test_idle_models_make_room_for_it(self, make, loader):
         pool = make("ab")
         await use(pool, "b", "a")
         await pool.place("a").swap()
         assert pool.states()["b"].phase == "unloaded"
 
-    async def test_refresh_takes_what_was_published_anew_and_nothing_else(
-        self, make: Make, loader: Loader, folders: dict[str, Path]
-    ):
+    async def test_refresh_takes_what_was_published_anew_and_nothing_else(self, make, loader, folders):
         pool = make()
         await use(pool, "a", "b")
         assert await pool.refresh() == {}
@@ -398,9 +390,7 @@ class TestSwap:
         assert isinstance((await pool.refresh())["a"], BundleError)
         await use(pool, "a")
 
-    async def test_of_a_real_model_under_its_requests_changes_no_answer(
-        self, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ):
+    async def test_of_a_real_model_under_its_requests_changes_no_answer(self, tiny_bundle, tmp_path, monkeypatch):
         """The folder is replaced first, as a build does: nothing of the new one reaches those who have the old one."""
         folder = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
         messages = [{"role": "user", "content": "def"}]
@@ -435,7 +425,7 @@ def remove(folder: Path, name: str) -> None:
 
 
 class TestAdapters:
-    async def test_of_a_bundle_are_names_of_its_model_before_it_is_loaded(self, make: Make, loader: Loader, folders):
+    async def test_of_a_bundle_are_names_of_its_model_before_it_is_loaded(self, make, loader, folders):
         add(folders["b"], "law", "sql")
 
         pool = make("ab")
@@ -445,7 +435,7 @@ class TestAdapters:
         await use(pool, "sql")
         assert loader.names == ["b"] and loader.loaded[0].adapters == {"law", "sql"}
 
-    async def test_come_and_go_while_their_model_serves(self, make: Make, loader: Loader, folders):
+    async def test_come_and_go_while_their_model_serves(self, make, loader, folders):
         pool = make("a")
         held = Held(pool, "a")
         model: Any = await held.model
@@ -459,14 +449,14 @@ class TestAdapters:
         await held.end()
         assert loader.names == ["a"]
 
-    async def test_that_are_asked_for_load_a_model_that_is_not(self, make: Make, loader: Loader, folders):
+    async def test_that_are_asked_for_load_a_model_that_is_not(self, make, loader, folders):
         pool = make("a")
         add(folders["a"], "sql")
         await pool.place("a").load_adapter("sql")
         assert loader.loaded[0].adapters == {"sql"} and pool.adapters == {"sql": "a"}
 
     @pytest.mark.parametrize("name", ["../b", "..", "/etc", "none", ""])
-    async def test_that_no_bundle_has_are_refused(self, make: Make, loader: Loader, folders, name: str):
+    async def test_that_no_bundle_has_are_refused(self, make, loader, folders, name):
         add(folders["a"], "law")
 
         pool = make("ab")
@@ -474,7 +464,7 @@ class TestAdapters:
             await pool.place("a").load_adapter(name)
         assert not loader.loaded
 
-    async def test_that_are_damaged_change_nothing_and_name_no_folder(self, make: Make, loader: Loader, folders):
+    async def test_that_are_damaged_change_nothing_and_name_no_folder(self, make, loader, folders):
         pool = make("a")
         await use(pool, "a")
         (folders["a"] / ADAPTERS_FOLDER / "sql").mkdir(parents=True)
@@ -486,7 +476,7 @@ class TestAdapters:
 
     @pytest.mark.threat("adapter-rights")
     @pytest.mark.parametrize("name", ["b", "sql"])
-    async def test_with_the_name_of_something_else_are_refused(self, make: Make, folders, name: str):
+    async def test_with_the_name_of_something_else_are_refused(self, make, folders, name):
         add(folders["b"], "sql")
 
         pool = make("ab")
@@ -501,7 +491,7 @@ class TestAdapters:
         with pytest.raises(BundleError, match="has an adapter"):
             make("ab")
 
-    async def test_are_after_a_refresh_what_the_bundles_have(self, make: Make, loader: Loader, folders):
+    async def test_are_after_a_refresh_what_the_bundles_have(self, make, loader, folders):
         add(folders["a"], "law", "sql")
         add(folders["b"], "old")
 
@@ -517,7 +507,7 @@ class TestAdapters:
         folders["a"].rename(folders["a"].with_name("gone"))
         assert await pool.refresh() == {} and pool.adapters == {"sql": "a", "new": "a"}
 
-    async def test_of_another_bundle_come_with_it(self, make: Make, loader: Loader, folders):
+    async def test_of_another_bundle_come_with_it(self, make, loader, folders):
         add(folders["a"], "law")
         add(folders["b"], "sql")
 
@@ -528,7 +518,7 @@ class TestAdapters:
 
 
 class TestEnd:
-    async def test_waits_for_requests_and_refuses_new_ones(self, make: Make, loader: Loader):
+    async def test_waits_for_requests_and_refuses_new_ones(self, make, loader):
         pool = make("a")
         held = Held(pool, "a")
         model = await held.model
@@ -541,7 +531,7 @@ class TestEnd:
         await closing
         assert model.closed.is_set()
 
-    async def test_without_drain_waits_for_nobody(self, make: Make, loader: Loader):
+    async def test_without_drain_waits_for_nobody(self, make, loader):
         pool, go = make("ab"), threading.Event()
         held = Held(pool, "a")
         model = await held.model
@@ -557,7 +547,7 @@ class TestEnd:
         assert all(model.closed.is_set() for model in loader.loaded) and pool.memory_taken == 0
         await held.end()
 
-    async def test_a_lost_gpu_is_remembered(self, make: Make):
+    async def test_a_lost_gpu_is_remembered(self, make):
         pool = make("a")
         with pytest.raises(GpuError):
             async with pool.lease("a"):
@@ -573,7 +563,7 @@ class TestEnd:
         (lambda pool: pool.place("a").swap(Path("/nowhere")), BundleError),
     ],
 )
-async def test_what_is_not_there_is_refused(call: Callable[[Pool], Any], error: type[LlmcError], make: Make):
+async def test_what_is_not_there_is_refused(call, error, make):
     pool = make()
     with pytest.raises(error):
         await call(pool)
@@ -586,6 +576,6 @@ def test_no_bundle_at_all_is_refused():
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_context", 10**6), ("max_batch", 10**3)])
-def test_what_no_bundle_was_built_for_is_refused_before_anything_is_loaded(tiny_bundle: Path, name: str, value: int):
+def test_what_no_bundle_was_built_for_is_refused_before_anything_is_loaded(tiny_bundle, name, value):
     with pytest.raises(UsageError, match=f"{name} is {value}, .* built for .* build with a larger --"):
         Pool({"tiny": tiny_bundle}, memory=None, load_options={name: value})

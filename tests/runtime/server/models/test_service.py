@@ -30,7 +30,7 @@ def test_a_request_may_ask_for_so_many_tokens_of_all_its_outputs():
 
 
 @pytest.mark.parametrize(("asked", "param"), [({"max_tokens": 51}, "max_tokens"), ({"n": 51}, "n")])
-def test_more_is_refused_by_the_name_of_what_is_too_much(asked: dict[str, Any], param: str):
+def test_more_is_refused_by_the_name_of_what_is_too_much(asked, param):
     with pytest.raises(ApiError) as refused:
         bound(BOUNDED, asked)
     assert refused.value.status == 400 and refused.value.param == param
@@ -42,7 +42,7 @@ def test_a_deadline_may_be_shorter_and_not_longer():
 
 
 @pytest.mark.parametrize(("scope", "expected"), [("key", "ann"), ("shared", None)])
-def test_prefixes_are_shared_where_a_setting_says_so(scope: Any, expected: str | None):
+def test_prefixes_are_shared_where_a_setting_says_so(scope, expected):
     assert bound(ServerConfig(prefix_cache_scope=scope), {}, Key("ann", b""))["prefix_scope"] == expected
 
 
@@ -104,7 +104,7 @@ def test_a_short_request_is_submitted_without_a_thread():
         (SEEN, {}),
     ],
 )
-def test_what_may_take_long_to_submit_is_submitted_in_a_thread(prompt: Any, arguments: dict[str, Any]):
+def test_what_may_take_long_to_submit_is_submitted_in_a_thread(prompt, arguments):
     assert not took(prompt, **arguments)
 
 
@@ -147,7 +147,7 @@ async def test_more_than_may_wait_for_these_threads_are_refused():
 
 @pytest.mark.threat("image-cost")
 @pytest.mark.parametrize(("prompt", "arguments"), [(SEEN, {}), (HELLO, GUIDED)], ids=["images", "grammars"])
-async def test_one_key_leaves_threads_and_places_to_the_others(prompt: Any, arguments: dict[str, Any]):
+async def test_one_key_leaves_threads_and_places_to_the_others(prompt, arguments):
     held, service = Held(), Service(ServerConfig(), POOL)
     service.images = service.compilers = Workers("work", threads=3, of_key=2, waiting=4)
     asked = [await held.ask(service, "ann", prompt, **arguments) for _ in range(6)]
@@ -181,7 +181,7 @@ async def test_images_hold_up_no_grammars():
         (None, -1001, -1001),
     ],
 )
-def test_a_priority_is_at_least_the_keys(key: Key | None, asked: int, granted: int):
+def test_a_priority_is_at_least_the_keys(key, asked, granted):
     """Beyond any range it stays as it is, for the engine to refuse by name."""
     assert bound(ServerConfig(), {"priority": asked}, key)["priority"] == granted
 
@@ -211,9 +211,7 @@ def test_values_take_room_by_their_characters_and_items():
         ({"raw_special": False, "allow_special": True}, {}, None, True),
     ],
 )
-def test_raw_prompts_spell_control_tokens_unless_settings_or_the_key_say_otherwise(
-    settings: dict[str, Any], key: dict[str, Any], asked: bool | None, wanted: bool | None
-):
+def test_raw_prompts_spell_control_tokens_unless_settings_or_the_key_say_otherwise(settings, key, asked, wanted):
     config, ann = ServerConfig(**settings), Key("ann", b"", **key)
     sampling = {} if asked is None else {"parse_special": asked}
     if wanted is None:

@@ -1,32 +1,17 @@
 """The page in a browser: a headless Chromium, a double of the server, and a page that may not complain."""
 
-import shutil
 from collections.abc import Iterator
 
 import pytest
+from doubles.browsing import PATIENCE_MS, chromium, sync_api, uncomplaining
 from doubles.chat_server import ChatServer, chat_serving
-
-sync_api = pytest.importorskip("playwright.sync_api")
-
-PATIENCE_MS = 20_000  # a machine that does much else shows things late
-sync_api.expect.set_options(timeout=PATIENCE_MS)
-# What a browser writes down itself when a server says no; everything else in its console is a fault of the page.
-EXPECTED = ("Failed to load resource",)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator["sync_api.Browser"]:
-    """One browser for a module's tests; each has a profile of its own in it.
-
-    Not for more: while Playwright is there, its event loop counts as running in this thread, and nobody else's can.
-    """
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("needs Chromium in the PATH")
-    with sync_api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield found
-        found.close()
+    """One browser for a module's tests; each has a profile of its own in it."""
+    with chromium() as browser:
+        yield browser
 
 
 @pytest.fixture(scope="session")
@@ -55,11 +40,8 @@ def context(browser: "sync_api.Browser", request: pytest.FixtureRequest) -> Iter
 @pytest.fixture
 def page(context: "sync_api.BrowserContext", server: ChatServer) -> Iterator["sync_api.Page"]:
     """The chat page, loaded; whatever it complains of (its policy is strict) fails the test."""
-    complaints: list[str] = []
     found = context.new_page()
-    found.on("pageerror", lambda error: complaints.append(str(error)))
-    found.on("console", lambda message: message.type in ("error", "warning") and complaints.append(message.text))
-    found.goto(server.url)
-    sync_api.expect(found.locator("#model")).to_be_enabled()  # the last of what it does at first
-    yield found
-    assert [text for text in complaints if not text.startswith(EXPECTED)] == []
+    with uncomplaining(found):
+        found.goto(server.url)
+        sync_api.expect(found.locator("#model")).to_be_enabled()  # the last of what it does at first
+        yield found

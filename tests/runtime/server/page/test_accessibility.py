@@ -1,12 +1,10 @@
 """What axe-core, the usual checker of accessibility, finds in each state of the page: nothing."""
 
-from typing import Any
-
 import pytest
-from doubles.chat_server import WAIT, ChatServer, ends, says
+from doubles.browsing import violations
+from doubles.chat_server import WAIT, ends, says
 from doubles.images import draw, encode
 
-axe = pytest.importorskip("axe_playwright_python.sync_playwright")
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect
 
@@ -19,14 +17,8 @@ PHONE = {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}
 DESKTOP = {"viewport": {"width": 1280, "height": 800}, "color_scheme": "light"}
 
 
-def violations(page) -> list[tuple[str, Any]]:
-    """Rules that are broken, and where; all rules of axe, its best practices too."""
-    found = axe.Axe().run(page).response["violations"]
-    return [(rule["id"], node["html"]) for rule in found for node in rule["nodes"]]
-
-
 @pytest.mark.parametrize("context", [DESKTOP, PHONE], indirect=True, ids=["desktop, light", "phone, dark"])
-def test_axe_finds_nothing(page, server: ChatServer):
+def test_axe_finds_nothing(page, server):
     states = {}
 
     def check(state: str) -> None:

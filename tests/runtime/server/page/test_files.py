@@ -23,7 +23,7 @@ def client() -> Iterator[TestClient]:
 
 @pytest.mark.threat("page-markup", "page-files")
 @pytest.mark.parametrize("path", PATHS)
-def test_every_file_is_shut_in(client: TestClient, path: str):
+def test_every_file_is_shut_in(client, path):
     headers = client.get(path).headers
     policy = headers["content-security-policy"].split("; ")
     assert {"default-src 'self'", "frame-ancestors 'none'", "base-uri 'none'", "form-action 'none'"} <= set(policy)
@@ -34,13 +34,13 @@ def test_every_file_is_shut_in(client: TestClient, path: str):
     assert headers["referrer-policy"] == "no-referrer"
 
 
-def test_files_have_the_types_that_browsers_ask_for(client: TestClient):
+def test_files_have_the_types_that_browsers_ask_for(client):
     assert client.get("/").headers["content-type"] == "text/html; charset=utf-8"
     assert client.get("/page/app.js").headers["content-type"] == "text/javascript; charset=utf-8"
     assert client.get("/page/icons.svg").headers["content-type"] == "image/svg+xml"
 
 
-def test_a_file_that_the_browser_has_is_not_sent_again(client: TestClient):
+def test_a_file_that_the_browser_has_is_not_sent_again(client):
     first = client.get("/page/app.js")
     again = client.get("/page/app.js", headers={"If-None-Match": f'"other", W/{first.headers["etag"]}'})
     assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", first.headers["etag"])
@@ -49,7 +49,7 @@ def test_a_file_that_the_browser_has_is_not_sent_again(client: TestClient):
 
 
 @pytest.mark.threat("page-files")
-def test_nothing_else_is_served(client: TestClient):
+def test_nothing_else_is_served(client):
     for path in ("/page/", "/page/__init__.py", "/page/index.html", "/page/../__init__.py", "/page/%2e%2e/app.py"):
         assert client.get(path).status_code == 404
     assert client.get("/openapi.json").json()["paths"] == {}

@@ -78,7 +78,7 @@ def button(page, name: str) -> Any:
 
 
 class TestAnswers:
-    def test_stream_with_their_timing(self, page, server: ChatServer, ask):
+    def test_stream_with_their_timing(self, page, server, ask):
         server.script = [*says("Hel", "lo **there**")[:-1], WAIT, {"content": "!"}, ends("stop")]
         answer = ask("Hi")
         expect(answer.locator(".text").last).to_have_text("Hello there")
@@ -96,7 +96,7 @@ class TestAnswers:
             }
         ]
 
-    def test_stop_when_told_and_free_the_server(self, page, server: ChatServer, ask):
+    def test_stop_when_told_and_free_the_server(self, page, server, ask):
         server.script = [*says("So far")[:-1], WAIT]
         answer = ask("Hi")
         expect(answer.locator(".text").last).to_have_text("So far")
@@ -109,7 +109,7 @@ class TestAnswers:
         done(page)
         assert [message["content"] for message in server.requests[-1]["messages"]] == ["Hi", "So far", "Go on"]
 
-    def test_keep_reasoning_apart_and_closed(self, page, server: ChatServer, ask):
+    def test_keep_reasoning_apart_and_closed(self, page, server, ask):
         server.script = [{"reasoning_content": "Let me"}, {"reasoning_content": " see"}, *says("42")]
         answer = ask("Why?")
         done(page)
@@ -120,7 +120,7 @@ class TestAnswers:
         done(page)
         assert server.requests[-1]["messages"][1] == {"role": "assistant", "content": "42"}
 
-    def test_call_tools_and_take_their_results(self, page, server: ChatServer, ask):
+    def test_call_tools_and_take_their_results(self, page, server, ask):
         def part(text: str) -> dict[str, Any]:
             return {"tool_calls": [{"index": 0, "function": {"arguments": text}}]}
 
@@ -141,21 +141,21 @@ class TestAnswers:
 
     @pytest.mark.threat("page-freeze")
     @pytest.mark.parametrize("index", ["__proto__", "constructor", "length", -1, 1.5, 1, 10**9, None, [], {}])
-    def test_leave_out_calls_that_an_upstream_puts_nowhere(self, page, server: ChatServer, ask, index: Any):
+    def test_leave_out_calls_that_an_upstream_puts_nowhere(self, page, server, ask, index):
         start = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
         wild = {"index": index, "id": "call_2", "function": {"name": "wild", "arguments": "{}"}}
         server.script = [{"tool_calls": [wild]}, {"tool_calls": [start]}, ends("tool_calls")]
         expect(ask("Weather?").locator(".call figcaption")).to_have_text("Calls weather")
         assert page.evaluate("[].id ?? [].function ?? ({}).id ?? null") is None
 
-    def test_are_said_to_screen_readers_once_and_whole(self, page, server: ChatServer, ask):
+    def test_are_said_to_screen_readers_once_and_whole(self, page, server, ask):
         page.evaluate(HEARD)
         ask("Hi")
         done(page)
         assert page.evaluate("window.heard") == ["The model is answering.", "Answer: Hello there, you."]
 
     @pytest.mark.threat("page-markup")
-    def test_never_become_markup(self, page, server: ChatServer, ask):
+    def test_never_become_markup(self, page, server, ask):
         evil = "<img src=x onerror=window.owned=1><script>window.owned=1</script>"
         call = {"index": 0, "id": evil, "type": "function", "function": {"name": evil, "arguments": evil}}
         server.names = [evil]
@@ -172,7 +172,7 @@ class TestAnswers:
         assert page.locator("#messages img:not(svg), #messages script, #conversations img, #model img").count() == 0
         assert page.evaluate("window.owned") is None
 
-    def test_code_can_be_copied(self, page, context, server: ChatServer, ask):
+    def test_code_can_be_copied(self, page, context, server, ask):
         context.grant_permissions(["clipboard-read", "clipboard-write"])
         server.script = says("```py\nprint(1)\n```")
         ask("Code")
@@ -189,7 +189,7 @@ class TestAnswers:
 
 
 class TestVersions:
-    def test_of_an_edited_question_stay(self, page, server: ChatServer, ask):
+    def test_of_an_edited_question_stay(self, page, server, ask):
         ask("First")
         done(page)
         server.script = says("Other.")
@@ -205,7 +205,7 @@ class TestVersions:
         assert texts(page) == ["First", "Hello there, you."]
         expect(button(page, "Version after")).to_be_focused()
 
-    def test_of_an_answer_stand_side_by_side(self, page, server: ChatServer, ask):
+    def test_of_an_answer_stand_side_by_side(self, page, server, ask):
         ask("Hi")
         done(page)
         server.script = says("Good day.")
@@ -219,7 +219,7 @@ class TestVersions:
         page.locator("#conversations .open").click()
         assert texts(page) == ["Hi", "Hello there, you."]
 
-    def test_of_an_edited_answer_need_no_server(self, page, server: ChatServer, ask):
+    def test_of_an_edited_answer_need_no_server(self, page, server, ask):
         ask("Hi")
         done(page)
         button(page, "Edit").last.click()
@@ -234,7 +234,7 @@ class TestVersions:
 
 class TestHistory:
     @pytest.mark.threat("page-history")
-    def test_outlives_the_page_and_is_deleted_when_asked(self, page, server: ChatServer, ask):
+    def test_outlives_the_page_and_is_deleted_when_asked(self, page, server, ask):
         for text in ("One", "Two", "Three"):
             page.keyboard.press("Alt+n")
             ask(text)
@@ -256,7 +256,7 @@ class TestHistory:
         page.reload()
         expect(page.get_by_text("the server keeps none")).to_be_visible()
 
-    def test_is_exported_whole(self, page, server: ChatServer, ask):
+    def test_is_exported_whole(self, page, server, ask):
         ask("Hi")
         done(page)
         with page.expect_download() as download:
@@ -264,7 +264,7 @@ class TestHistory:
         (found,) = json.loads(download.value.path().read_text(encoding="utf-8"))
         assert [message["content"] for message in found["messages"]] == ["Hi", "Hello there, you."]
 
-    def test_is_renamed_by_keyboard_and_keeps_its_title(self, page, server: ChatServer, ask):
+    def test_is_renamed_by_keyboard_and_keeps_its_title(self, page, server, ask):
         ask("Hi")
         done(page)
         rename = button(page, "Rename “Hi”")
@@ -281,7 +281,7 @@ class TestHistory:
         page.reload()
         expect(page.locator("#conversations .open")).to_have_text(["Greetings <b>"])
 
-    def test_keeps_what_came_of_an_answer_that_the_page_was_left_in(self, page, server: ChatServer, ask):
+    def test_keeps_what_came_of_an_answer_that_the_page_was_left_in(self, page, server, ask):
         server.script = [*says("So far")[:-1], WAIT]
         expect(ask("Hi").locator(".text").last).to_have_text("So far")
         while not page.evaluate(KEPT, "So far"):
@@ -290,7 +290,7 @@ class TestHistory:
         expect(page.locator(".assistant .note")).to_have_text("Stopped.")  # the conversation is in view again
         assert texts(page) == ["Hi", "So far"]
 
-    def test_of_another_tab_is_shown_and_followed_and_goes_with_it(self, page, context, server: ChatServer, ask):
+    def test_of_another_tab_is_shown_and_followed_and_goes_with_it(self, page, context, server, ask):
         other = context.new_page()
         other.goto(server.url)
         expect(other.locator("#model")).to_be_enabled()
@@ -337,7 +337,7 @@ class TestImages:
             HAND, [kind, file["name"], file["mimeType"], url_of(file["buffer"]), types]
         )
 
-    def test_go_with_their_turn_and_with_later_ones(self, page, server: ChatServer, ask, pick, hand):
+    def test_go_with_their_turn_and_with_later_ones(self, page, server, ask, pick, hand):
         with page.expect_file_chooser() as chooser:
             button(page, "Add images").press("Enter")
         chooser.value.set_files([file_of("cat.png", self.SMALL)])
@@ -363,7 +363,7 @@ class TestImages:
         done(page)
         assert server.requests[-1]["messages"][0] == turn and len(server.requests[-1]["messages"]) == 3
 
-    def test_that_are_still_read_go_with_the_message_that_is_sent(self, page, server: ChatServer, ask, pick):
+    def test_that_are_still_read_go_with_the_message_that_is_sent(self, page, server, ask, pick):
         page.evaluate(
             "() => { const decode = createImageBitmap; const wait = () => new Promise((go) => setTimeout(go, 500));"
             " window.createImageBitmap = async (file) => { await wait(); return decode(file); }; }"
@@ -374,7 +374,7 @@ class TestImages:
         done(page)
         assert [part["type"] for part in server.requests[-1]["messages"][0]["content"]] == ["image_url", "text"]
 
-    def test_are_not_offered_where_the_model_sees_none(self, page, server: ChatServer, pick, hand):
+    def test_are_not_offered_where_the_model_sees_none(self, page, server, pick, hand):
         picture = file_of("cat.png", self.SMALL)
         page.get_by_role("combobox", name="Model").select_option("small")
         expect(page.locator("#attach")).to_be_hidden()
@@ -384,7 +384,7 @@ class TestImages:
         assert hand("drop", picture)
         expect(page.get_by_role("img", name="cat.png")).to_have_count(1)
 
-    def test_are_made_no_larger_than_is_useful_and_upright(self, page, server: ChatServer, ask, pick):
+    def test_are_made_no_larger_than_is_useful_and_upright(self, page, server, ask, pick):
         turned = Image.Exif()
         turned[0x0112] = 6
         pick(
@@ -401,7 +401,7 @@ class TestImages:
         assert bottom - top > BRIGHTER  # as it is brighter to the right before it is turned
         expect(page.locator("#conversations .open")).to_have_text(["wide.png"])
 
-    def test_that_cannot_be_sent_are_named_and_nothing_is_lost(self, page, server: ChatServer, pick):
+    def test_that_cannot_be_sent_are_named_and_nothing_is_lost(self, page, server, pick):
         page.get_by_label("Message", exact=True).fill("Look:")
         noise = np.random.default_rng(0).integers(0, 256, (1450, 1450, 3), np.uint8)
         large = encode(Image.fromarray(noise), compress_level=0)
@@ -418,7 +418,7 @@ class TestImages:
         expect(page.get_by_label("Message", exact=True)).to_have_value("Look:")
         expect(page.locator("#shelf").get_by_role("img")).to_have_count(1)
 
-    def test_of_a_message_that_the_server_refuses_can_be_taken_off(self, page, server: ChatServer, ask, pick):
+    def test_of_a_message_that_the_server_refuses_can_be_taken_off(self, page, server, ask, pick):
         server.refusal = (413, {"message": "the body has more than 8388608 bytes; send less"}, {})
         pick(file_of("cat.png", self.SMALL), file_of("dog.png", self.SMALL))
         expect(page.locator("#shelf img")).to_have_count(2)
@@ -434,7 +434,7 @@ class TestImages:
 
 
 class TestParameters:
-    def test_are_sent_as_typed_and_otherwise_left_to_the_server(self, page, server: ChatServer, ask):
+    def test_are_sent_as_typed_and_otherwise_left_to_the_server(self, page, server, ask):
         page.keyboard.press("Alt+p")
         page.get_by_label("System prompt").fill("Be brief.")
         page.get_by_label("Temperature").fill("0.3")
@@ -459,7 +459,7 @@ class TestParameters:
         assert server.requests[-1].keys() == {"model", "messages", "stream", "stream_options"}
         assert server.requests[-1]["messages"][0] == system
 
-    def test_out_of_range_are_named_and_nothing_is_sent(self, page, server: ChatServer, ask):
+    def test_out_of_range_are_named_and_nothing_is_sent(self, page, server, ask):
         button(page, "Parameters").click()
         for label, text, notice in WRONG:
             page.get_by_label(label).fill(text)
@@ -471,7 +471,7 @@ class TestParameters:
 
 
 class TestErrors:
-    def test_of_the_server_are_shown_and_can_be_retried(self, page, server: ChatServer, ask):
+    def test_of_the_server_are_shown_and_can_be_retried(self, page, server, ask):
         error = {"message": "8 requests wait already", "type": "rate_limit_error", "param": "n", "code": "queue_full"}
         server.refusal = (429, error, {"Retry-After": "3"})
         alert = ask("Hi").get_by_role("alert")
@@ -491,19 +491,19 @@ class TestErrors:
             (BREAK, "The connection ended before the answer did."),
         ],
     )
-    def test_within_an_answer_keep_what_came(self, page, server: ChatServer, ask, last, said):
+    def test_within_an_answer_keep_what_came(self, page, server, ask, last, said):
         server.script = [*says("So far")[:-1], last]
         answer = ask("Hi")
         expect(answer.get_by_role("alert")).to_contain_text(said)
         assert texts(page) == ["Hi", "So far"]
 
-    def test_a_model_without_a_chat_template_is_refused_at_the_start(self, page, server: ChatServer):
+    def test_a_model_without_a_chat_template_is_refused_at_the_start(self, page, server):
         server.chats = False
         page.reload()
         expect(page.locator("#notice")).to_contain_text("llmc run")
         expect(page.locator("#send")).to_be_disabled()
 
-    def test_of_the_network_are_words(self, page, server: ChatServer, ask):
+    def test_of_the_network_are_words(self, page, server, ask):
         page.route("**/v1/**", lambda route: route.abort())
         expect(ask("Hi").get_by_role("alert")).to_contain_text("The server cannot be reached. Is it running?")
         page.reload()
@@ -513,7 +513,7 @@ class TestErrors:
         expect(page.get_by_role("combobox", name="Model")).to_have_value("tiny")
 
     @pytest.mark.threat("page-history")
-    def test_of_a_missing_key_ask_for_it_and_keep_it_with_the_tab(self, page, server: ChatServer, ask):
+    def test_of_a_missing_key_ask_for_it_and_keep_it_with_the_tab(self, page, server, ask):
         server.key = "sk-1"
         ask("Hi")
         page.get_by_label("Key", exact=True).fill("sk-1")
@@ -526,7 +526,7 @@ class TestErrors:
 
 
 class TestKeyboard:
-    def test_writes_lines_and_moves_about(self, page, server: ChatServer):
+    def test_writes_lines_and_moves_about(self, page, server):
         field = page.get_by_label("Message", exact=True)
         page.keyboard.press("Alt+m")
         page.keyboard.type("one")
@@ -542,7 +542,7 @@ class TestKeyboard:
 
 
 class TestLooks:
-    def test_of_light_and_dark_follow_the_system(self, page, server: ChatServer):
+    def test_of_light_and_dark_follow_the_system(self, page, server):
         grounds = []
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)

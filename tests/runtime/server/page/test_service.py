@@ -1,7 +1,6 @@
 """The page in front of the service itself, with the small model behind it."""
 
 import re
-from pathlib import Path
 
 import pytest
 from doubles.serving import serving
@@ -50,7 +49,7 @@ def test_asks_the_service_and_shows_what_it_says(real_page):
     expect(real_page.get_by_role("alert").filter(has_text="HTTP 400")).to_contain_text("min_p")
 
 
-def test_asks_for_a_key_that_the_guards_of_the_service_know(context, tiny_bundle: Path, tmp_path: Path):
+def test_asks_for_a_key_that_the_guards_of_the_service_know(context, tiny_bundle, tmp_path):
     """The files need no key, the routes do, and requests of the page are no stranger's."""
     keys = tmp_path / "keys.toml"
     keys.write_text('[alice]\nkey = "sk-alice-0123456789"\n')

@@ -24,16 +24,14 @@ def test_all_that_is_free_may_be_taken_beside_the_context():
 
 
 @pytest.mark.parametrize(("free", "advice"), [(399, "build with --max-context 255"), (144, "a smaller precision")])
-def test_what_does_not_fit_is_refused_with_what_would(free: int, advice: str):
+def test_what_does_not_fit_is_refused_with_what_would(free, advice):
     words = f"bundle: to run one row of 256 positions it needs 500 MB .* {free + 100} MB are free .* {advice}"
     with pytest.raises(ResourceError, match=words):
         check_memory(Path("bundle"), with_free(free), MEMORY, 256)
 
 
 @pytest.mark.parametrize(("system", "free"), [(300, 300), (50, 100)])
-def test_an_integrated_gpu_may_take_what_the_system_would_give_up(
-    system: int, free: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_integrated_gpu_may_take_what_the_system_would_give_up(system, free, monkeypatch):
     monkeypatch.setattr(session, "available_memory", lambda: system * MB)
     assert free_memory(FakeDriver(small(ORIN, 100 * MB))) == free * MB
     assert free_memory(with_free(100)) == 100 * MB

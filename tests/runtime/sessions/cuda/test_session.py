@@ -81,14 +81,14 @@ def session(driver: FakeDriver, manifest: Manifest) -> Iterator[Idle]:
     assert session._lost or driver.leaks == []
 
 
-def test_where_loading_fails_everything_is_freed(driver: FakeDriver, manifest: Manifest):
+def test_where_loading_fails_everything_is_freed(driver, manifest):
     with pytest.raises(BundleError, match="refused"):
         Idle(manifest, driver, BundleError("refused"))
     assert driver.closed
     assert driver.leaks == []
 
 
-def test_more_than_the_bundle_was_built_for_is_refused(session: Idle):
+def test_more_than_the_bundle_was_built_for_is_refused(session):
     session.cache.reserve(3, 40)
     assert (session.cache.rows, session.cache.capacity) == (3, 40)
     with pytest.raises(RequestError, match=r"1 rows x 41 positions .* built for 3 x 40"):
@@ -97,13 +97,13 @@ def test_more_than_the_bundle_was_built_for_is_refused(session: Idle):
         session.cache.reserve(4, 1)
 
 
-def test_addresses_are_forgotten_before_they_change(session: Idle):
+def test_addresses_are_forgotten_before_they_change(session):
     session.cache.reserve(1, 16)
     session.cache.reserve(3, 32)
     assert session.seen == [(0, 0), (1, 16)]
 
 
-def test_a_call_ends_where_the_cache_does(session: Idle):
+def test_a_call_ends_where_the_cache_does(session):
     session.cache.reserve(3, 16)
     assert session.call(np.zeros((2, 2), np.int64), [14, 3], first_row=1) == [16, 5]
     for past, first_row in (([15, 3], 1), ([0, 0], 2)):
@@ -111,7 +111,7 @@ def test_a_call_ends_where_the_cache_does(session: Idle):
             session.call(np.zeros((2, 2), np.int64), past, first_row)
 
 
-def test_a_lost_context_is_said_at_once_from_then_on(session: Idle, driver: FakeDriver):
+def test_a_lost_context_is_said_at_once_from_then_on(session, driver):
     session.cache.reserve(2, 16)
     with pytest.raises(GpuError, match="failing: translated"):
         session.fail(OSError("gone"))

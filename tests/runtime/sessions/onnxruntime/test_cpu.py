@@ -126,10 +126,7 @@ def test_products_of_the_largest_integers_are_exact_on_every_cpu():
         assert (opened.run(None, {"x": np.full((rows, 256), 255, np.uint8)})[0] == 127 * 127 * 256).all()
 
 
-# --------------------------------------------------------------------------------------------------------------- rows
-
-
-def test_prompts_in_one_call_equal_prompts_alone(session: Session):
+def test_prompts_in_one_call_equal_prompts_alone(session):
     if not session.packs_rows:
         pytest.skip("this engine takes no rows of different lengths")
     session.cache.reserve(ROWS, 512)
@@ -140,29 +137,23 @@ def test_prompts_in_one_call_equal_prompts_alone(session: Session):
     assert deviation(prefill_together(session, mixed_up=True), wanted[:, 0]) > 10 * ROW_TOLERANCE["int8"]
 
 
-def test_a_ragged_batch_equals_its_rows_one_by_one(opened: tuple[Session, Manifest]):
+def test_a_ragged_batch_equals_its_rows_one_by_one(opened):
     session, manifest = opened
     found, wanted = together(session), one_by_one(session)
     assert np.array_equal(found[:, 0], wanted[:, 0])  # each prompt was fed alone, to its row
     assert deviation(found, wanted) <= ROW_TOLERANCE[manifest.recipe.precision]
 
 
-def test_the_tolerance_for_rows_notices_lengths_that_are_mixed_up(opened: tuple[Session, Manifest]):
+def test_the_tolerance_for_rows_notices_lengths_that_are_mixed_up(opened):
     session, manifest = opened
     assert deviation(together(session, mixed_up=True), one_by_one(session)) > ROW_TOLERANCE[manifest.recipe.precision]
-
-
-# ---------------------------------------------------------------------------------------------------- cache contents
 
 
 def contents(session: Session) -> list[np.ndarray]:
     return [read(session.cache, row, 0, len(prompt)) for row, prompt in enumerate(PROMPTS)]
 
 
-# ----------------------------------------------------------------------------------------------------------- bindings
-
-
-def test_nothing_is_bound_again_from_step_to_step(session: Session, binds: list[str]):
+def test_nothing_is_bound_again_from_step_to_step(session, binds):
     prefill(session, PROMPTS[0])
     decode(session, [5], [5])
     common = [name for name in binds if name != "new_lengths"]  # which only the graph of prefill may take
@@ -179,7 +170,7 @@ def test_nothing_is_bound_again_from_step_to_step(session: Session, binds: list[
     assert binds == []
 
 
-def test_short_calls_of_many_shapes_stay_bound_and_share_memory_for_their_logits(session: Session, binds: list[str]):
+def test_short_calls_of_many_shapes_stay_bound_and_share_memory_for_their_logits(session, binds):
     prefill(session, PROMPTS[2])
 
     def verify(tokens: int) -> np.ndarray:
@@ -203,13 +194,10 @@ def decode_in_place(session: Session, rows: int) -> np.ndarray:
     return session.run(Batch.of(Phase.DECODE, zeros + 7, zeros[:, 0] + 37, zeros))
 
 
-def test_growth_binds_anew_and_keeps_the_contents(session: Session, binds: list[str]):
+def test_growth_binds_anew_and_keeps_the_contents(session, binds):
     prefill(session, PROMPTS[2], row=1)
     want = decode(session, [7], [37], first_row=1)
     binds.clear()
     session.cache.reserve(ROWS, 512)
     assert np.array_equal(decode(session, [7], [37], first_row=1), want)
     assert len(binds) == len(set(binds)) > 4
-
-
-# ---------------------------------------------------------------------------------------------------------- opening

@@ -1,7 +1,6 @@
 """Weights of an ONNX file are checked before an engine maps them."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +10,6 @@ from llmc.errors import BundleError
 from llmc.runtime.sessions.onnxruntime.onnx_file import check_weights
 
 onnx = pytest.importorskip("onnx")
-
-
-# ------------------------------------------------------------------------------------------------------------- places
 
 
 def named(key: str, value: Callable[[str], str], *, only: str = "") -> Callable[[Any], None]:
@@ -72,7 +68,7 @@ HOSTILE = {
 }
 
 
-def test_the_graphs_of_a_build_name_places_where_their_weights_can_be(tiny_bundle: Path, split_bundle: Path):
+def test_the_graphs_of_a_build_name_places_where_their_weights_can_be(tiny_bundle, split_bundle):
     checked = [
         folder / graph.file for folder in (tiny_bundle, split_bundle) for graph in read_bundle(folder).graphs.values()
     ]
@@ -83,7 +79,7 @@ def test_the_graphs_of_a_build_name_places_where_their_weights_can_be(tiny_bundl
 
 @pytest.mark.threat("bundle-weights")
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_place_that_an_engine_must_not_map_is_refused(tiny_bundle: Path, tmp_path: Path, case: str):
+def test_a_place_that_an_engine_must_not_map_is_refused(tiny_bundle, tmp_path, case):
     change, words = HOSTILE[case]
     (tmp_path / "weights.bin").symlink_to(tiny_bundle / "weights.bin")
     name = read_bundle(tiny_bundle).graphs["decode"].file
@@ -95,7 +91,7 @@ def test_a_place_that_an_engine_must_not_map_is_refused(tiny_bundle: Path, tmp_p
 
 
 @pytest.mark.parametrize("broken", [b"\x3a\xff\xff\xff\x7f", b"\xff", b"\x3b", b"\x3a\x03\x2a\x7f\x00"])
-def test_what_is_no_onnx_file_is_refused(tiny_bundle: Path, tmp_path: Path, broken: bytes):
+def test_what_is_no_onnx_file_is_refused(tiny_bundle, tmp_path, broken):
     (tmp_path / "weights.bin").symlink_to(tiny_bundle / "weights.bin")
     (tmp_path / "decode.onnx").write_bytes(broken)
     with pytest.raises(BundleError, match="is no graph of this bundle"):

@@ -71,9 +71,7 @@ def wanted(split_bundle: Path) -> tuple[bytes, bytes]:
     return found
 
 
-def test_a_prompt_is_computed_while_decodes_graph_is_opened(
-    gate: Gate, split_bundle: Path, wanted: tuple[bytes, bytes]
-):
+def test_a_prompt_is_computed_while_decodes_graph_is_opened(gate, split_bundle, wanted):
     session = opened(split_bundle)
     assert gate.began.wait(PATIENCE_S)
     assert prefill(session) == wanted[0]
@@ -82,9 +80,7 @@ def test_a_prompt_is_computed_while_decodes_graph_is_opened(
     session.close()
 
 
-def test_files_that_are_replaced_meanwhile_are_not_read(
-    gate: Gate, split_bundle: Path, tmp_path: Path, wanted: tuple[bytes, bytes]
-):
+def test_files_that_are_replaced_meanwhile_are_not_read(gate, split_bundle, tmp_path, wanted):
     folder = Path(shutil.copytree(split_bundle, tmp_path / "bundle"))
     session = opened(folder)
     shutil.rmtree(folder)
@@ -93,7 +89,7 @@ def test_files_that_are_replaced_meanwhile_are_not_read(
     session.close()
 
 
-def test_a_graph_that_cannot_be_opened_fails_every_step(gate: Gate, split_bundle: Path):
+def test_a_graph_that_cannot_be_opened_fails_every_step(gate, split_bundle):
     gate.fail = True
     session = opened(split_bundle)
     gate.opened.set()
@@ -104,7 +100,7 @@ def test_a_graph_that_cannot_be_opened_fails_every_step(gate: Gate, split_bundle
     session.close()
 
 
-def test_closing_waits_for_a_graph_that_is_opened(gate: Gate, split_bundle: Path):
+def test_closing_waits_for_a_graph_that_is_opened(gate, split_bundle):
     session = opened(split_bundle)
     closing = threading.Thread(target=session.close)
     closing.start()

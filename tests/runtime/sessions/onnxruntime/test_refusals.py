@@ -14,11 +14,9 @@ from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
 
 PROMPT = np.random.default_rng(0).integers(3, 4096, 37).tolist()
 
-# ----------------------------------------------------------------------------------------------- refusals and the end
-
 
 @pytest.mark.parametrize("version", ["1.22.2", "0.99.0", "1.9.1"])
-def test_an_engine_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch, version: str):
+def test_an_engine_that_is_too_old_is_refused(monkeypatch, version):
     monkeypatch.setattr(module, "require", lambda *names: SimpleNamespace(__version__=version))
     with pytest.raises(BundleError, match=f"{version} is too old, 1.23 or newer is needed: pip install -U onnxruntime"):
         import_onnxruntime("1.23")
@@ -43,7 +41,7 @@ def test_telemetry_is_off_before_the_library_is_imported():
         (ValueError("a bug of ours"), ValueError),
     ],
 )
-def test_only_errors_of_the_engine_are_translated(foreign: Exception, ours: type[Exception]):
+def test_only_errors_of_the_engine_are_translated(foreign, ours):
     with pytest.raises(ours) as caught, module.translate_errors("loading"):
         raise foreign
     assert caught.type is ours

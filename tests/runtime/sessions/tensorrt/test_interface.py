@@ -2,9 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,7 +58,7 @@ def test_tensorrt_rtx_has_it_too():
     assert library.ExecutionContextAllocationStrategy.USER_MANAGED
 
 
-def test_a_real_library_without_a_gpu_says_why_it_loads_nothing(bundle: Callable[..., Any], tmp_path: Path):
+def test_a_real_library_without_a_gpu_says_why_it_loads_nothing(bundle, tmp_path):
     pytest.importorskip("tensorrt_rtx")
     if any(os.path.exists(path) for path in ("/dev/nvidia0", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/dxg")):
         pytest.skip("there is a GPU here")

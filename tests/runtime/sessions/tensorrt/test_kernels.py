@@ -1,7 +1,6 @@
 """A library that compiles kernels while it runs: they are kept from run to run."""
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ def used(setup: Any, steps: int = 4) -> np.ndarray:
     return np.array(found)
 
 
-def test_a_call_that_comes_again_is_recorded_with_the_kernels_of_its_first_run(bundle: Callable[..., Any]):
+def test_a_call_that_comes_again_is_recorded_with_the_kernels_of_its_first_run(bundle):
     setup = compiling(bundle())
     want = used(bundle())
     assert np.array_equal(used(setup), want), "the first steps ran with the kernels of the later ones"
@@ -50,19 +49,19 @@ def test_a_call_that_comes_again_is_recorded_with_the_kernels_of_its_first_run(b
     assert (setup.driver.calls["begin_capture"], setup.driver.calls["launch"]) == (1, 2)
 
 
-def test_kernels_of_a_step_are_waited_for_and_those_of_a_prompt_are_not(bundle: Callable[..., Any]):
+def test_kernels_of_a_step_are_waited_for_and_those_of_a_prompt_are_not(bundle):
     setup = compiling(bundle())
     used(setup)
     when = [c.config.dynamic_shapes_kernel_specialization_strategy for c in setup.library.contexts]
     assert when == [KernelStrategy.EAGER, KernelStrategy.LAZY]
 
 
-def test_a_session_whose_kernels_change_says_so(bundle: Callable[..., Any]):
+def test_a_session_whose_kernels_change_says_so(bundle):
     assert compiling(bundle()).open().changes_kernels
     assert not bundle().open().changes_kernels
 
 
-def test_a_gpu_that_the_library_does_not_list_is_refused_before_the_engine_is_read(bundle: Callable[..., Any]):
+def test_a_gpu_that_the_library_does_not_list_is_refused_before_the_engine_is_read(bundle):
     setup = compiling(bundle())
     setup.driver.device = replace(SERVER, name="NVIDIA H200", compute_capability="9.0")
     with pytest.raises(GpuError, match=r"runs on compute capability 7\.5, 8\.0, .* and newer, NVIDIA H200 has 9\.0"):
@@ -70,7 +69,7 @@ def test_a_gpu_that_the_library_does_not_list_is_refused_before_the_engine_is_re
     assert setup.library.runtimes == []
 
 
-def test_kernels_are_kept_from_run_to_run(bundle: Callable[..., Any], kept: Path):
+def test_kernels_are_kept_from_run_to_run(bundle, kept):
     setup = bundle()
     first, second = compiling(setup), compiling(setup)
     used(first)
@@ -82,9 +81,7 @@ def test_kernels_are_kept_from_run_to_run(bundle: Callable[..., Any], kept: Path
 
 
 @pytest.mark.parametrize("content", [b"", b"no kernels", b'{"version": "1.0", "kernels": []}'])
-def test_kept_kernels_that_are_damaged_or_foreign_are_compiled_anew(
-    bundle: Callable[..., Any], kept: Path, content: bytes
-):
+def test_kept_kernels_that_are_damaged_or_foreign_are_compiled_anew(bundle, kept, content):
     setup = bundle()
     used(compiling(setup))
     (file,) = kept.glob("*/*")

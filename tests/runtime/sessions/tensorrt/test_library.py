@@ -31,7 +31,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ("tensorrt-rtx", "tensorrt_rtx", r"pip install 'tensorrt-rtx>=1.7' 'cuda-bindings"),
     ],
 )
-def test_a_missing_library_says_what_to_install(engine: str, module: str, advice: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_library_says_what_to_install(engine, module, advice, monkeypatch):
     def missing(name: str) -> ModuleType:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
@@ -44,7 +44,7 @@ def test_a_missing_library_says_what_to_install(engine: str, module: str, advice
 
 
 @pytest.mark.parametrize("version", ["10.3.0", "10.14.1.48", "8.6.1"])
-def test_a_library_too_old_is_refused(version: str, installed: Callable[..., None]):
+def test_a_library_too_old_is_refused(version, installed):
     old = ModuleType("tensorrt")
     old.__version__ = version
     installed(old)
@@ -61,16 +61,13 @@ def test_a_library_too_old_is_refused(version: str, installed: Callable[..., Non
         RuntimeError("CUDA is not what it was"),
     ],
 )
-def test_a_broken_installation_is_told_from_a_missing_one(error: Exception, monkeypatch: pytest.MonkeyPatch):
+def test_a_broken_installation_is_told_from_a_missing_one(error, monkeypatch):
     def broken(name: str) -> ModuleType:
         raise error
 
     monkeypatch.setattr("importlib.import_module", broken)
     with pytest.raises(GpuError, match=BROKEN):
         load_library("tensorrt")
-
-
-# ------------------------------------------------------------------------------------------------------- logging
 
 
 def test_warnings_and_errors_are_collected_until_the_block_ends():
@@ -101,11 +98,8 @@ def test_the_real_library_logs_to_us():
     assert any(message.is_error for message in messages)
 
 
-# ------------------------------------------------------------------------------------------------------- no driver
-
-
 @pytest.mark.parametrize("owner", ["Builder", "Runtime"])
-def test_without_a_driver_the_library_says_why(owner: str, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_driver_the_library_says_why(owner, monkeypatch):
     def fail(library: RecordedLibrary, self: Any, native: Any) -> None:
         native.log(library.ILogger.Severity.ERROR, "CUDA initialization failure with error: 35")
         raise TypeError("pybind11::init(): factory function returned nullptr")

@@ -1,6 +1,5 @@
 """Every way in which an engine is refused or fails: what is said, and that nothing is left behind."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,9 +29,6 @@ def refused(setup: Any, error: type[LlmcError], match: str) -> None:
     assert setup.driver.closed
 
 
-# ------------------------------------------------------------------------------------------------------ other machines
-
-
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
@@ -41,24 +37,21 @@ def refused(setup: Any, error: type[LlmcError], match: str) -> None:
         ({"file": ""}, "has not been built; build it on this machine: llmc build --rebuild"),
     ],
 )
-def test_an_engine_for_another_machine_is_refused(bundle: Callable[..., Any], changes: dict[str, Any], match: str):
+def test_an_engine_for_another_machine_is_refused(bundle, changes, match):
     setup = bundle().plan(**changes)
     with pytest.raises(BundleError, match=match):
         setup.open()
     assert setup.driver.leaks == []
 
 
-def test_an_engine_is_for_its_version(bundle: Callable[..., Any]):
+def test_an_engine_is_for_its_version(bundle):
     setup = bundle()
     setup.library.__version__ = "10.17.2.10"
     refused(setup, BundleError, "built by tensorrt .*, here is 10.17.2.10; llmc build --rebuild")
 
 
-# ----------------------------------------------------------------------------------------------------- broken engines
-
-
 @pytest.mark.parametrize("content", [b"", b"garbage"])
-def test_a_damaged_engine_is_refused(bundle: Callable[..., Any], content: bytes):
+def test_a_damaged_engine_is_refused(bundle, content):
     setup = bundle()
     (setup.folder / "engine.plan").write_bytes(content)
     refused(setup, BundleError, "cannot be read|the magic tag does not match")
@@ -68,7 +61,7 @@ def test_a_damaged_engine_is_refused(bundle: Callable[..., Any], content: bytes)
     ("wrong", "place"),
     [('"present.0.value": "past_key_values.0.key"', "past_key_values.0.key"), ('"x": "y"', "nothing")],
 )
-def test_an_engine_with_half_of_its_cache_in_place_is_refused(bundle: Callable[..., Any], wrong: str, place: str):
+def test_an_engine_with_half_of_its_cache_in_place_is_refused(bundle, wrong, place):
     setup = bundle()
     plan = (setup.folder / "engine.plan").read_text()
     changed = plan.replace('"present.0.value": "past_key_values.0.value"', wrong)
@@ -77,10 +70,7 @@ def test_an_engine_with_half_of_its_cache_in_place_is_refused(bundle: Callable[.
     refused(setup, BundleError, f"present.0.value is updated in place of {place}; llmc build --rebuild")
 
 
-# ------------------------------------------------------------------------------------------------------------- memory
-
-
-def test_too_little_memory_is_refused_before_loading_with_what_would_fit(bundle: Callable[..., Any]):
+def test_too_little_memory_is_refused_before_loading_with_what_would_fit(bundle):
     setup = bundle()
     setup.driver.device = small(total_memory=100 * MB)
     setup.manifest = replace(
@@ -98,16 +88,13 @@ def test_too_little_memory_is_refused_before_loading_with_what_would_fit(bundle:
 
 
 @pytest.mark.parametrize("number", (1, 3, 5, 7))
-def test_whichever_allocation_fails_nothing_is_left_behind(bundle: Callable[..., Any], number: int):
+def test_whichever_allocation_fails_nothing_is_left_behind(bundle, number):
     setup = bundle()
     setup.driver.fail_alloc = number
     refused(setup, ResourceError, "failed")
 
 
-# ------------------------------------------------------------------------------------------------------- while running
-
-
-def test_an_engine_that_fails_is_reported_and_the_session_goes_on(bundle: Callable[..., Any]):
+def test_an_engine_that_fails_is_reported_and_the_session_goes_on(bundle):
     setup = bundle()
     session = setup.open()
     session.cache.reserve(1, 16)
@@ -118,7 +105,7 @@ def test_an_engine_that_fails_is_reported_and_the_session_goes_on(bundle: Callab
 
 
 @pytest.mark.parametrize("number", range(1, 60, 15))
-def test_a_context_lost_at_any_call_never_shows_as_anything_else(bundle: Callable[..., Any], number: int):
+def test_a_context_lost_at_any_call_never_shows_as_anything_else(bundle, number):
     setup = bundle()
     setup.driver.lose = number
     with pytest.raises(GpuError) as caught:

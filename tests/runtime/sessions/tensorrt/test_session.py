@@ -90,12 +90,10 @@ def test_more_tokens_than_the_profile_takes_are_fed_in_chunks(both: tuple[Sessio
     assert np.abs(decode(session, [3], [39]) - decode(reference, [3], [39])).max() <= tolerance
 
 
-@pytest.mark.parametrize("places", [range(23), [22], [0, 3, 4, 5, 20]])
-def test_logits_at_any_places_come_back(session: TensorRTSession, bundle: Any, places: Any):
+def test_logits_at_any_places_come_back(session: TensorRTSession, bundle: Any):
     reference = bundle().reference()
     reference.cache.reserve(1, 64)
-    wanted = call(reference, [PROMPTS[2]], [0], [list(places)])
-    found = call(session, [PROMPTS[2]], [0], [list(places)])
+    wanted, found = (call(each, [PROMPTS[2]], [0], [[0, 3, 4, 5, 20]]) for each in (reference, session))
     assert found.shape == wanted.shape
     assert np.abs(found - wanted).max() <= TOLERANCE["float32"]
     assert np.abs(session.cache.read(0, 0, 23) - reference.cache.read(0, 0, 23)).max() <= TOLERANCE["float32"]
