@@ -112,7 +112,7 @@ def render(
 
 
 def _describe(manifest: Manifest, command: str) -> Iterator[tuple[str, str]]:
-    """What was measured, how and where, in rows."""
+    """Name what was measured, how and where, in rows."""
     source, target = manifest.source, manifest.target
     yield "model", f"{source.name}, {source.parameters:,} parameters, {source.dtype}"
     yield "fingerprint", source.fingerprint
