@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 REBUILDING = ("source", "output", "rebuild", "force", "as_json", "debug")
 
 
-@click.command("build", short_help="Build a bundle from an export or a checkpoint, and verify it.")
+@click.command("build", short_help="Build a bundle from SOURCE, and verify it.")
 @source_argument("source", also=("draft_head",))
 @click.option("-o", "--output", type=new_path, metavar="PATH", help="Folder to write; --rebuild: by default SOURCE.")
 @click.option("--target", default="cpu", help="What it will run on: cpu, cuda, tensorrt or tensorrt-rtx.")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llmc.export import ExportReport
 
 
-@click.command("export", short_help="Export CHECKPOINT, a folder or a GGUF file, as portable ONNX.")
+@click.command("export", short_help="Export CHECKPOINT, a folder, a GGUF file or a name at the hub, as ONNX.")
 @source_argument("checkpoint", also=("of",))
 @click.option(
     "--adapter",
@@ -52,7 +52,7 @@ def export_command(
     """Export CHECKPOINT, a Hugging Face folder, a GGUF file or a name at the hub, as a portable ONNX decoder.
 
     The weights stay where they are on disk: the output folder holds links to the checkpoint's files, or copies of
-    them on another file system. Of a model in several GGUF files give the first.
+    them on another file system. Give the first of several GGUF files.
     """
     from llmc.export import export
     from llmc.sources.built import check_export

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
+from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -109,6 +110,13 @@ offline_option = click.option(
 )
 
 
+# The end of the help of verbs that run a model.
+FIRST_USE = (
+    "BUNDLE is a folder that llmc build wrote. A bundle of anything else is built once and kept: of an export, a "
+    "checkpoint, a GGUF file, or a name at the hub, as org/name, org/name@revision or org/name:Q4_K_M."
+)
+
+
 def source_argument(
     name: str, find: Callable[[str, bool | None], Any] = find_source, *, also: Sequence[str] = (), required: bool = True
 ) -> Callable[[Command], Command]:
@@ -125,6 +133,8 @@ def source_argument(
                     given[key] = find(given[key], offline)
             return command(**given)
 
+        if find is find_bundle:
+            with_sources.__doc__ = f"{cleandoc(command.__doc__)}\n\n{FIRST_USE}"
         return click.argument(name, required=required)(offline_option(with_sources))
 
     return add
