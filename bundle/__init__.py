@@ -31,7 +31,6 @@ from llmc.bundle.manifest import CONFIG_FILE as CONFIG_FILE
 from llmc.bundle.manifest import DECODER_FILE as DECODER_FILE
 from llmc.bundle.manifest import EXPORT_MANIFEST as EXPORT_MANIFEST
 from llmc.bundle.manifest import GRAPH_CONTRACT_VERSION as GRAPH_CONTRACT_VERSION
-from llmc.bundle.manifest import HIDDEN as HIDDEN
 from llmc.bundle.manifest import LARGEST_TOLERANCE as LARGEST_TOLERANCE
 from llmc.bundle.manifest import LM_HEAD as LM_HEAD
 from llmc.bundle.manifest import LOGIT_ROWS as LOGIT_ROWS

@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmc.bundle.manifest import HIDDEN
 from llmc.bundle.model.cache import Cache
 from llmc.bundle.model.geometry import Geometry
 
 Feeds = Mapping[str, Any]
-Tensor = tuple[str, tuple[str | int, ...]]  # type and shape, with names of axes whose sizes are a call's
+Tensor = tuple[str, tuple[str | int, ...]]  # type and shape, with names of the sizes that are a call's
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class Input:
 
     name: str
     type: str
-    shape: tuple[str, ...]  # names of its axes; the sizes of `axes` and `width` are the model's, others the call's
+    shape: tuple[str, ...]  # names of its sizes; `coordinates` and `width` are the model's, others the call's
     when: Callable[[Geometry], bool]  # whether the exported graph of a model has it
     # what a call feeds that brings nothing for it, from what the call brings and the shape: an array, a range or a
     # number, to be broadcast. None where every call brings it.
@@ -33,7 +32,7 @@ class Input:
             return tuple(feeds[self.name].shape)
         rows, tokens = feeds["input_ids"].shape
         sizes = {"batch": rows, "sequence": tokens, "rows": 1, "attended": attended}
-        return tuple(it if isinstance(it, int) else sizes[axis] for it, axis in zip(own, self.shape, strict=True))
+        return tuple(it if isinstance(it, int) else sizes[name] for it, name in zip(own, self.shape, strict=True))
 
     def fill(self, array: Any, feeds: Feeds) -> None:
         """Write into ``array`` what a call brings for this input, or what a plain call has."""
@@ -42,19 +41,15 @@ class Input:
     def cut(self, array: Any, rows: slice, tokens: slice) -> Any:
         """The part of a call's ``array`` for some rows and tokens."""
         parts = {"batch": rows, "sequence": tokens}
-        return array[tuple(parts.get(axis, slice(None)) for axis in self.shape)]
+        return array[tuple(parts.get(name, slice(None)) for name in self.shape)]
 
 
 def _generates(geometry: Geometry) -> bool:
-    return geometry.encoder is None
+    return geometry.generates
 
 
 def _takes_rows(geometry: Geometry) -> bool:
-    return geometry.vision is not None or geometry.head is not None
-
-
-def _has_axes(geometry: Geometry) -> bool:
-    return geometry.vision is not None and geometry.vision.axes > 0
+    return geometry.row_width > 0
 
 
 def _never(_: Geometry) -> bool:
@@ -80,14 +75,14 @@ INPUTS = {
         Input("input_ids", "int64", _TEXT, lambda _: True),
         Input("past_lengths", "int64", _ROW, _generates),
         Input("logit_indices", "int64", ("batch", "outputs"), _generates),
-        Input("lengths", "int64", _ROW, lambda it: it.encoder is not None, _tokens),
+        Input("lengths", "int64", _ROW, lambda it: not it.generates, _tokens),
         Input("new_lengths", "int64", _ROW, lambda it: it.has_states, _tokens),
         Input("embedding_indices", "int64", _TEXT, _takes_rows, lambda *_: -1),
         Input("embeddings", "float32", ("rows", "width"), _takes_rows, lambda *_: 0),
-        Input("positions", "int64", ("axes", *_TEXT), _has_axes, _places),
+        Input("positions", "int64", ("coordinates", *_TEXT), lambda it: it.coordinates > 0, _places),
         Input("seen_lengths", "int64", _ROW, lambda it: it.diffusion is not None, _ends),
         Input("text_lengths", "int64", _ROW, lambda it: it.long_after > 0, _ends),
-        Input("hidden", "float32", (*_TEXT, "width"), _never, lambda *_: 0),  # of a stage, as hidden.{first layer}
+        Input("hidden", "float32", (*_TEXT, "width"), _never, lambda *_: 0),  # a cut's, as hidden.{first layer}
         Input("cache_slots", "int64", ("attended",), _never, lambda _, shape: range(shape[0])),
     )
 }
@@ -96,21 +91,18 @@ BROUGHT = tuple(it for it in INPUTS.values() if it.plain is None)
 
 def list_inputs(geometry: Geometry) -> dict[str, Tensor]:
     """Inputs of a model's exported graph by name, in their order."""
-    numbers = {"axes": geometry.vision.axes if geometry.vision else 0, "width": geometry.row_width}
+    numbers = {"coordinates": geometry.coordinates, "width": geometry.row_width}
     asked = [it for it in INPUTS.values() if it.when(geometry)]
-    inputs = [(it.name, (it.type, tuple([numbers.get(axis, axis) for axis in it.shape]))) for it in asked]
+    inputs = [(it.name, (it.type, tuple([numbers.get(size, size) for size in it.shape]))) for it in asked]
     pasts = [(name, _describe(cache)) for cache in geometry.caches for name in cache.inputs]
     return dict([*inputs[: len(BROUGHT)], *pasts, *inputs[len(BROUGHT) :]])
 
 
 def list_outputs(geometry: Geometry) -> dict[str, Tensor]:
     """Outputs of a model's exported graph by name, in their order."""
-    if (end := geometry.encoder) is not None:
-        return {end.result: ("float32", ("batch", end.width) if end.result == "embeddings" else ("batch",))}
-    caches = {name: _describe(cache) for cache in geometry.caches for name in cache.outputs}
-    outputs: dict[str, Tensor] = {"logits": ("float32", ("batch", "outputs", geometry.vocab_size)), **caches}
-    own = geometry.head and {HIDDEN: ("float32", ("batch", "outputs", geometry.head.own_width))}
-    return {**outputs, **(own or {})}
+    caches = [(name, _describe(cache)) for cache in geometry.caches for name in cache.outputs]
+    first, *others = [(name, ("float32", shape)) for name, shape in geometry.results.items()]
+    return dict([first, *caches, *others])
 
 
 def _describe(cache: Cache) -> Tensor:

@@ -32,7 +32,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     PROMPTS_FILE,
 )
-HIDDEN = "hidden"  # the output of a graph that gives hidden states to a draft head
 LM_HEAD = "head"  # the graph of a large head, which those of both phases share: logits of their output ``logit_rows``
 LOGIT_ROWS = "logit_rows"
 # Outputs of a GPU's graph beside its logits: those of at most so many most probable tokens, these tokens' ids, and the

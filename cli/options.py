@@ -46,20 +46,11 @@ def find_bundle(name: str, offline: bool | None) -> Path:
         return find(name, offline=offline, progress=progress, say=partial(click.echo, err=True))
 
 
-KINDS = {
-    Kind.BUNDLE: "a bundle",
-    Kind.EXPORT: "an export",
-    Kind.CHECKPOINT: "a checkpoint",
-    Kind.GGUF: "a GGUF file",
-    Kind.ADAPTER: "an adapter",
-}
-
-
 def take_path(source: Located, *kinds: Kind, advice: str) -> Path:
     """The path of a source of one of ``kinds``; refuse any other."""
     if source.kind not in kinds:
-        expected = " or ".join(KINDS[kind] for kind in kinds if kind is not Kind.ADAPTER)
-        raise UsageError("source", f"{source.name} is {KINDS[source.kind]}, expected {expected}", advice)
+        expected = " or ".join(kind.value for kind in kinds if kind is not Kind.ADAPTER)
+        raise UsageError("source", f"{source.name} is {source.kind.value}, expected {expected}", advice)
     return source.path
 
 

@@ -12,7 +12,7 @@ from llmc.cli import output as show
 from llmc.cli.options import bundle_argument, debug_option, emulate_option, json_option, threads_option
 
 if TYPE_CHECKING:
-    from llmc.runtime.selftest import VerifyReport
+    from llmc.runtime.selftest.values import VerifyReport
 
 
 @click.command("verify")

@@ -1,11 +1,9 @@
-"""Checkpoint -> portable graph: a Hugging Face folder or GGUF in, ``decoder.onnx`` with weights by reference out.
-
-A model that sees images has a ``vision.onnx``, too.
-"""
+"""Checkpoint -> portable graph: a Hugging Face folder or GGUF in, ``decoder.onnx`` with weights by reference out."""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from llmc.errors import UsageError, require
@@ -36,7 +34,7 @@ def export(
     files, or with ``copy`` the files themselves.
 
     ``adapters`` are PEFT folders, each with a factor, which are added to the weights in this order. ``text_only``
-    leaves out the tower of a model that sees images. With ``of``, the checkpoint of a model, its draft head is
+    exports only the text part. With ``of``, the checkpoint of a model, its draft head is
     exported: ``checkpoint`` is the head's folder, or the same one. ``progress`` gets each step in a few words. An
     existing ``output`` is replaced only with ``force``.
 
@@ -50,9 +48,11 @@ def export(
     require_packages()
     if of is not None and adapters:
         raise UsageError("adapters", "is given, and a draft head takes none", "leave one of them out")
+    from llmc.export.sources.checkpoint import read_checkpoint
+    from llmc.export.sources.heads import read_head
     from llmc.export.writer import write_export  # it imports torch
 
-    report = write_export(
-        Path(checkpoint), Path(output), adapters, text_only, of, copy, force, progress or (lambda step: None)
-    )
+    folder = Path(checkpoint)
+    read = partial(read_head, folder, of) if of else partial(read_checkpoint, folder, adapters, text_only=text_only)
+    report = write_export(read, Path(output), copy, force, progress or (lambda step: None))
     return replace(report, seconds=time.perf_counter() - start)

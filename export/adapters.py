@@ -22,7 +22,7 @@ from llmc.bundle import (
     write_adapter_manifest,
 )
 from llmc.errors import CheckpointError, UsageError
-from llmc.export.families import TEXT_PARTS
+from llmc.export.families.vision_language import TEXT_PARTS
 from llmc.export.sources.adapters import Adapter, Array, Factors, read_peft
 from llmc.export.sources.parameters import make_renamer
 from llmc.publish import stage_folder

@@ -82,8 +82,13 @@ class DecoderConfig:
     layer_scalars: bool = False
     tower: TowerConfig | PatchTowerConfig | None = None  # makes ``vision``
     vision: Vision | None = None
-    axes: tuple[int, ...] = ()  # of positions: the axis by which each pair of a head turns; empty for plain positions
+    pair_axes: tuple[int, ...] = ()  # the axis of positions by which each pair of a head turns; empty: plain positions
     diffusion: Diffusion | None = None  # then no attention is causal
+
+    @property
+    def has_processor(self) -> bool:
+        """True if the checkpoint comes with the settings of a processor, and with a chat template of its own."""
+        return self.tower is not None
 
     @property
     def first_shared(self) -> int | None:

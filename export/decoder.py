@@ -219,7 +219,7 @@ class Decoder(nn.Module):
         ahead = self.rows_ahead(rows[0]) if rows is not None and both_ways else None
         if seen_lengths is not None:
             ahead = self.tokens_ahead(input_ids, past_lengths, seen_lengths)
-        shown = ops.Shown(None if positions is None else (positions, self.config.axes), ahead)
+        shown = ops.Shown(None if positions is None else (positions, self.config.pair_axes), ahead)
         x, inputs = borders[0], self.embed_per_layer(input_ids, borders[0])
         call = Call(past_lengths, ropes, new_lengths, shown)
         others = self.config.head.lent if self.config.head else ()

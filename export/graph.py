@@ -1,6 +1,6 @@
 """Decoder -> ONNX without reading a weight: torch exports fake tensors, and initializers point into the checkpoint.
 
-Names in the result, which later stages rely on (``P`` is a module path such as ``model.layers.0.self_attn.q_proj``):
+Names in the result, which later steps rely on (``P`` is a module path such as ``model.layers.0.self_attn.q_proj``):
 
 * an initializer is named like its checkpoint tensor, ``P.weight``; of a quantized one those are its codes, which a
   DequantizeLinear ``P.weight.dequantizelinear`` reads with ``P.weight.scales`` and, if it has them,
@@ -74,8 +74,8 @@ _ATTENTIONS = (ops.CACHED_ATTENTION, ops.SHARED_ATTENTION, ops.SELF_ATTENTION)
 _RECURRENT = (recurrent_ops.CAUSAL_CONV, recurrent_ops.LINEAR_ATTENTION)
 _NAMED_LIKE_MODULE = {"MatMul", *_NORMS, *_ATTENTIONS, *_RECURRENT, ops.ROTATED_HEADS, expert_ops.EXPERTS}
 _NAMED_LIKE_MODULE |= {"Gather", "GatherND"}
-# Attributes that some forms of a function have and others have not.
-_FORMS = frozenset({"activation", "axes", "behind", "both_ways"})
+# Attributes that only some forms of a function have.
+_FORMS = ops.FORMS | {"activation"}
 # Sizes to trace with: at least 2 (torch specialises 0 and 1), and all different, so that none is confused with another.
 _SIZES = {"batch": 2, "sequence": 5, "outputs": 3, "capacity": 7, "rows": 11}
 
@@ -213,8 +213,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _sample_inputs(geometry: Geometry) -> tuple[tuple[Any, ...], tuple[Any, ...], list[str]]:
-    """Arguments of the module's ``forward``, the axes of each that are a call's, and the inputs in this order."""
-    inputs, axes = contract.list_inputs(geometry), {axis: torch.export.Dim(axis) for axis in _SIZES}
+    """Arguments of the module's ``forward``, the dimensions of each that are a call's, and the inputs in this order."""
+    inputs, free = contract.list_inputs(geometry), {name: torch.export.Dim(name) for name in _SIZES}
     layers = [geometry.caches_of(layer) for layer in range(geometry.layers)]
     held = [[cache] for cache in geometry.caches] if geometry.borrows else layers
 
@@ -226,7 +226,7 @@ def _sample_inputs(geometry: Geometry) -> tuple[tuple[Any, ...], tuple[Any, ...]
         return torch.zeros([_SIZES.get(axis, axis) for axis in shape], dtype=getattr(torch, kind))
 
     samples = {name: sample(*tensor) for name, tensor in inputs.items()}
-    shapes = {name: {i: axes[it] for i, it in enumerate(shape) if it in axes} for name, (_, shape) in inputs.items()}
+    shapes = {name: {i: free[it] for i, it in enumerate(shape) if it in free} for name, (_, shape) in inputs.items()}
     names = [name for name in tree_leaves(arrange({name: name for name in inputs})) if name is not None]
     return arrange(samples)[1:], arrange(shapes)[1:], names
 
@@ -271,7 +271,7 @@ def _fold_reshapes(graph: ir.Graph) -> None:
 
 
 def _shape_initializer(graph: ir.Graph, dims: Sequence[int]) -> ir.Value:
-    assert dims.count(-1) < 2, f"a Reshape to {dims} does more than split and merge axes"
+    assert dims.count(-1) < 2, f"a Reshape to {dims} does more than split and merge dimensions"
     name = "shape." + "x".join(map(str, dims))
     if name not in graph.initializers:
         graph.register_initializer(ir.val(name, const_value=ir.tensor(np.array(dims, np.int64), name=name)))

@@ -157,6 +157,14 @@ def read_object(folder: Path, name: str) -> dict[str, Any] | None:
     return value
 
 
+def require_object(folder: Path, name: str) -> dict[str, Any]:
+    """As :func:`read_object`, of a file that must be there."""
+    values = read_object(folder, name)
+    if values is None:
+        raise CheckpointError(f"{folder}: no {name}; expected a Hugging Face checkpoint folder or GGUF file")
+    return values
+
+
 class Keys:
     """A JSON object of which every key must be accounted for."""
 

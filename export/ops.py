@@ -19,6 +19,8 @@ DOMAIN_VERSION = 1
 OPSET = 24
 CACHED_ATTENTION, SHARED_ATTENTION, SELF_ATTENTION = "CachedAttention", "SharedAttention", "SelfAttention"
 ROTATED_HEADS = "RotatedHeads"
+# Attributes that only some forms of an operator have.
+FORMS = frozenset({"axes", "behind", "both_ways"})
 
 # From positions (B, S) to cosines and sines (B, S, R/2).
 _ANGLES = """

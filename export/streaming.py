@@ -15,9 +15,10 @@ from llmc.export.blocks.part import Call
 from llmc.export.blocks.rope import inverse_frequencies
 from llmc.export.config import PER_LAYER_NORM
 from llmc.export.decoder import DecoderLayer
-from llmc.export.families import drop_vision, read_config
-from llmc.export.keys import Keys
-from llmc.export.sources.checkpoint import EMBEDDING, HEAD, read_json
+from llmc.export.families import read_config
+from llmc.export.families.vision_language import keep_text_part
+from llmc.export.keys import Keys, require_object
+from llmc.export.sources.checkpoint import EMBEDDING, HEAD
 from llmc.exported import read_weights, rows_of
 
 
@@ -27,7 +28,7 @@ class StreamedDecoder:
 
     def __init__(self, folder: Path, device: str = "cpu") -> None:
         path = folder / bundle.CONFIG_FILE
-        self.config = read_config(Keys(drop_vision(read_json(path)), str(path)))
+        self.config = read_config(Keys(keep_text_part(require_object(folder, path.name)), str(path)))
         self.geometry = self.config.geometry
         self.device = torch.device(device)
         self._stored = read_weights(folder)

@@ -1,6 +1,6 @@
 """The graph of a tower."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +8,10 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
+from llmc.bundle import VISION_FILE
 from llmc.bundle.model.vision import TOWER
 from llmc.export.blocks.rope import inverse_frequencies
+from llmc.export.config import DecoderConfig
 from llmc.export.graph import check_nodes, check_onnx, finish_graph, name_dimensions, trace
 from llmc.export.sources.safetensors import StoredTensor
 from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
@@ -19,7 +21,23 @@ from llmc.export.vision.tower import Root, make_rope
 _ROWS, _WINDOWS, _CORNERS = 15, 3, 5
 
 
-def build_tower(config: TowerConfig | PatchTowerConfig, tensors: Mapping[str, StoredTensor], base: Path) -> ir.Model:
+def leave_out_tower(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors of a model without those of its tower."""
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{TOWER}.")}
+
+
+def export_tower(
+    config: DecoderConfig, tensors: Mapping[str, StoredTensor], folder: Path, progress: Callable[[str], None]
+) -> None:
+    """Write the graph of the model's tower, if it has one, into ``folder``, where its weights are."""
+    if config.tower is None:
+        return
+    progress("exporting the tower for images")
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{TOWER}.")}
+    ir.save(_build(config.tower, own, folder), folder / VISION_FILE)
+
+
+def _build(config: TowerConfig | PatchTowerConfig, tensors: Mapping[str, StoredTensor], base: Path) -> ir.Model:
     """Export the tower, refer to its weights in the files of ``base``, and check the result."""
     samples = _sample_inputs(config)
     shapes = tuple({axis: dim for axis, (_, dim) in free.items()} for _, free in samples.values())

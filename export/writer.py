@@ -1,37 +1,29 @@
 """Writes the export folder: graph, hard-linked weights, copies of config and tokenizer, manifest; published whole."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx_ir as ir
 
 from llmc import __version__, bundle
-from llmc.bundle.model.vision import TOWER
+from llmc.export.families.diffusion import keep_possible
 from llmc.export.graph import build_graph, check_graph
 from llmc.export.report import ExportReport
-from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
+from llmc.export.sources.checkpoint import Checkpoint
 from llmc.export.sources.codes import flatten_tensors
-from llmc.export.sources.heads import read_head
 from llmc.export.sources.made import write_made
 from llmc.export.sources.safetensors import INDEX_FILE, SINGLE_FILE
 from llmc.export.sources.templates import place_templates
-from llmc.export.tower import build_tower
+from llmc.export.tower import export_tower, leave_out_tower
 from llmc.origin import copy_own
 from llmc.publish import link, stage_folder
 
 
 def write_export(
-    checkpoint: Path,
-    output: Path,
-    adapters: Sequence[tuple[Path, float]],
-    text_only: bool,
-    of: Path | None,
-    copy: bool,
-    force: bool,
-    progress: Callable[[str], None],
+    read: Callable[[], Checkpoint], output: Path, copy: bool, force: bool, progress: Callable[[str], None]
 ) -> ExportReport:
     progress("reading the checkpoint")
-    source = read_head(checkpoint, of) if of else read_checkpoint(checkpoint, adapters, text_only=text_only)
+    source = read()
     geometry = source.geometry
     with stage_folder(output, force=force) as staging:
         progress("linking weights and tokenizer")
@@ -39,36 +31,26 @@ def write_export(
         tensors, made_bytes = write_made(flatten_tensors(source.tensors), staging)
         new_bytes += made_bytes
         progress("exporting the graph")
-        of_tower = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{TOWER}.")}
-        own = {name: tensor for name, tensor in tensors.items() if name not in of_tower}
-        model = build_graph(source.config, own, staging)
+        model = build_graph(source.config, leave_out_tower(tensors), staging)
         progress("checking the graph")
         check_graph(model, geometry)
         ir.save(model, staging / bundle.DECODER_FILE)
-        if source.config.tower is not None:
-            progress("exporting the tower for images")
-            ir.save(build_tower(source.config.tower, of_tower, staging), staging / bundle.VISION_FILE)
+        export_tower(source.config, tensors, staging, progress)
         bundle.write_manifest(_manifest(source), staging)
-        written = (bundle.DECODER_FILE, bundle.VISION_FILE, bundle.EXPORT_MANIFEST)
-        new_bytes += sum((staging / name).stat().st_size for name in written if (staging / name).exists())
+        written = (*staging.glob("*.onnx"), staging / bundle.EXPORT_MANIFEST)
+        new_bytes += sum(path.stat().st_size for path in written)
         files = {path.name: path.stat().st_size for path in sorted(staging.iterdir())}
     return ExportReport(output, files, new_bytes, 0.0, geometry, source.source, source.notes)
 
 
 def _manifest(source: Checkpoint) -> bundle.ExportManifest:
-    generation = source.generation
-    if source.geometry.diffusion:  # whose logits nothing changes, though its checkpoint may ask for it
-        generation = bundle.Generation(
-            *(generation.eos_token_ids, generation.bos_token_id, generation.do_sample, generation.temperature),
-            *(None, None, None),
-        )
     return bundle.ExportManifest(
         schema_version=bundle.SCHEMA_VERSION,
         llmc_version=__version__,
         graph_contract=bundle.GRAPH_CONTRACT_VERSION,
         geometry=source.geometry,
         source=source.source,
-        generation=generation,
+        generation=keep_possible(source.config, source.generation),
         notes=source.notes,
         weights=source.weights,
     )
@@ -85,5 +67,5 @@ def _place_files(source: Checkpoint, staging: Path, copy: bool) -> int:
     index = [INDEX_FILE] if source.files[0].name != SINGLE_FILE else []
     names = (bundle.CONFIG_FILE, *bundle.TOKENIZER_FILES, *index)
     new_bytes += copy_own(source.folder, [name for name in names if name not in source.texts], staging)
-    place_templates(source.folder, staging, source.config.tower is not None)
+    place_templates(source.folder, staging, source.config.has_processor)
     return new_bytes

@@ -23,10 +23,13 @@ from llmc.bundle import (
     Target,
     write_chunks,
 )
+from llmc.bundle.model.kinds import allows, find_evidence
 from llmc.errors import BuildError, BundleError, ResourceError, UsageError
 from llmc.optimize.calibrate.request import calibrate_weights, check_windows
 from llmc.optimize.graphs import compile_graphs
-from llmc.optimize.judge.finished import judge_decoder, judge_encoder, judge_head, least_tolerance
+from llmc.optimize.judge.encoders import judge_texts
+from llmc.optimize.judge.finished import judge_decoder, least_tolerance
+from llmc.optimize.judge.heads import judge_values
 from llmc.optimize.lower.context import check_patterns
 from llmc.optimize.lower.onnxruntime.attention import check_head_sizes
 from llmc.optimize.order import Order, runs_here, take_order
@@ -83,8 +86,7 @@ def build(request: BuildRequest, progress: Progress = silent) -> BuildReport:
     try_tokenizer(request.source)
     order = order.with_engine()
     # Refuse unsupported requests before hours of calibration.
-    linears = (*(geometry.vision.linears if geometry.vision else ()), *geometry.linears)
-    check_patterns(order.recipe, [*(it.name for it in geometry.mixtures), *(it.name for it in linears)])
+    check_patterns(order.recipe, [*(it.name for it in geometry.mixtures), *(it.name for it in geometry.every_linear)])
     if order.target.name == "cpu" or (order.target.name == "cuda" and order.recipe.compute != "float32"):
         check_head_sizes(geometry)
     boxes = request.stages
@@ -130,9 +132,8 @@ def _fill(order: Order, folder: Path) -> Manifest:
         return _judge_engine(order, folder, graphs, engine, weights)
     order.progress("hashing")
     manifest = _manifest(order, graphs, engine, folder)
-    geometry = order.export.geometry
-    judge = judge_encoder if geometry.encoder else judge_head if geometry.head else judge_decoder
-    return judge(order, folder, manifest, weights)
+    judges = {"prompts": judge_decoder, "texts": judge_texts, "values": judge_values}
+    return judges[find_evidence(order.export.geometry)](order, folder, manifest, weights)
 
 
 def _judge_engine(
@@ -218,7 +219,7 @@ def _notes(order: Order) -> list[str]:
             "unquantized model counts what that cost. Only engines with sparse kernels (TensorRT's, of 2:4) may be "
             "faster for it"
         )
-    turned = recipe.smoothing or recipe.rotated or geometry.coded or geometry.head
+    turned = recipe.smoothing or recipe.rotated or geometry.coded or not allows(geometry, "calibration")
     if recipe.activations == "per-token" and not turned:
         notes.append(
             "activations of prompts are rounded as they are, since this family's norms do not let them be rotated: "

@@ -6,20 +6,13 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from llmc.bundle import ADAPTERS_FOLDER as ADAPTERS
-from llmc.bundle import LM_HEAD, LOGIT_ROWS, REPLAY, VISION_FILE, Graph
+from llmc.bundle import LM_HEAD, LOGIT_ROWS, REPLAY, Graph
 from llmc.bundle.model.names import HEAD
 from llmc.errors import BuildError
-from llmc.optimize.lower.context import (
-    Float32,
-    LoweringContext,
-    QuantConfigs,
-    choose_tower_configs,
-    quant_configs,
-    shares_head,
-    without_rotation,
-)
+from llmc.optimize.lower.context import Float32, GraphPlan, LoweringContext, QuantConfigs, shares_head
+from llmc.optimize.lower.onnxruntime.adapters import plan_opened
 from llmc.optimize.lower.onnxruntime.recurrent import extract_replay
+from llmc.optimize.lower.onnxruntime.vision import plan_tower
 from llmc.optimize.lower.rewrite import read_graph, write_part
 from llmc.optimize.order import Order
 from llmc.optimize.passes import lower
@@ -30,7 +23,7 @@ from llmc.optimize.weights.store import Calibrated
 
 
 def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[str, Graph]:
-    """Lower the decoder once per phase, and once for adapters; the graphs share one weight file."""
+    """Lower the model's graph once per phase, and what else the bundle has; the graphs share one weight file."""
     graphs, geometry = {}, order.export.geometry
     with closing(WeightFile(folder)) as weights:
         context = LoweringContext(
@@ -48,45 +41,36 @@ def compile_graphs(order: Order, folder: Path, calibrated: Calibrated) -> dict[s
             unsigned=order.unsigned,
         )
         for phase, stored in order.configs.items():
-            whole = "encoder" if geometry.encoder else "decoder"
-            name = f"{phase if phase in ('prefill', 'decode') else whole}.onnx"
+            name = f"{phase if phase in ('prefill', 'decode') else geometry.role}.onnx"
             own = replace(context, phase=phase, quant=stored, rotated=order.recipe.rotates(phase))
-            graphs[phase] = _compile(order, folder, own, name, f"the {phase} graph")
+            graphs[phase] = _compile(order, folder, GraphPlan(phase, name, f"the {phase} graph", order.passes, own))
         if len(graphs) == 1:
-            graphs = dict.fromkeys(("encode",) if geometry.encoder else ("prefill", "decode"), *graphs.values())
+            graphs = dict.fromkeys(("prefill", "decode") if geometry.generates else ("encode",), *graphs.values())
         if geometry.has_states:
             graphs[REPLAY] = cut_replay(folder, graphs["decode"].file)
         if shares_head(order.recipe, geometry):
             graphs |= cut_head(folder, graphs, geometry.hidden_size)
-        if order.limits.adapters:
-            *_, (phase, stored) = quant_configs(without_rotation(order.recipe), geometry).items()
-            own = replace(context, phase=phase, quant=stored, adapters=True)
-            graphs[ADAPTERS] = _compile(order, folder, own, f"{ADAPTERS}.onnx", f"the {ADAPTERS} graph")
-        if geometry.vision is not None:
-            tower = replace(
-                geometry, layers=geometry.vision.layers, linears=geometry.vision.linears, caches=(), attentions=()
-            )
-            stored = choose_tower_configs(next(iter(order.configs.values())))
-            own = LoweringContext("vision", tower, order.limits, stored, weights, Calibrated(), unsigned=order.unsigned)
-            graphs["vision"] = _compile(order, folder, own, VISION_FILE, "the tower for images")
+        for plan in (
+            *plan_opened(context, order.recipe, order.passes),
+            *plan_tower(context, next(iter(order.configs.values())), order.target.name),
+        ):
+            graphs[plan.name] = _compile(order, folder, plan)
     return graphs
 
 
-def _compile(order: Order, folder: Path, context: LoweringContext, name: str, shown: str) -> Graph:
-    count = make_counter(order.progress, f"lowering and quantizing {shown}", len(context.geometry.linears))
-    tower = name == VISION_FILE
-    model = read_graph(order.source, name) if tower else read_graph(order.source)
+def _compile(order: Order, folder: Path, plan: GraphPlan) -> Graph:
+    count = make_counter(order.progress, f"lowering and quantizing {plan.words}", len(plan.context.geometry.linears))
+    model = read_graph(order.source, plan.source)
     # Gains of a rotated graph's norms are no other graph's.
-    own = replace(context, linear_done=count, gains={})
-    lower(model, f"{order.target.name}-vision" if tower else order.passes, own)
+    lower(model, plan.passes, replace(plan.context, linear_done=count, gains={}))
     # Declare the target's opset, so that older engines load the graph; it has no newer operators.
     model.functions.clear()
     model.opset_imports.clear()
     model.opset_imports[""], model.ir_version = NATIVE if order.target.makes_engine else OLD
     if not order.target.makes_engine:
         model.opset_imports["com.microsoft"] = 1
-    ir.save(model, folder / name)
-    return describe_graph(model.graph, name, 0 if context.phase == "prefill" else order.overwritten)
+    ir.save(model, folder / plan.file)
+    return describe_graph(model.graph, plan.file, 0 if plan.context.phase == "prefill" else order.overwritten)
 
 
 def cut_head(folder: Path, graphs: dict[str, Graph], width: int) -> dict[str, Graph]:
@@ -95,7 +79,7 @@ def cut_head(folder: Path, graphs: dict[str, Graph], width: int) -> dict[str, Gr
     for phase in ("prefill", "decode"):
         name = graphs[phase].file
         graph = (model := read_graph(folder, name)).graph
-        rows = _find_head_input(graph)
+        rows = _find_last_rows(graph)
         rows.name, rows.type = LOGIT_ROWS, ir.TensorType(ir.DataType.FLOAT)
         rows.shape = ir.Shape(["batch", "outputs", width])
         outputs = [LOGIT_ROWS if value.name == "logits" else value for value in graph.outputs]
@@ -110,7 +94,7 @@ def cut_head(folder: Path, graphs: dict[str, Graph], width: int) -> dict[str, Gr
     return cut | {LM_HEAD: describe_graph(heads[-1], f"{LM_HEAD}.onnx", 0)}
 
 
-def _find_head_input(graph: ir.Graph) -> ir.Value:
+def _find_last_rows(graph: ir.Graph) -> ir.Value:
     """The rows that the head multiplies, in the basis of the checkpoint whatever that of the residual stream is."""
     for node in graph:
         rows = node.inputs[0] if (node.name or "").startswith(HEAD) and node.inputs else None

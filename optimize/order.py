@@ -48,7 +48,8 @@ class Order:
 
     @property
     def passes(self) -> str:
-        return f"{self.target.name}-encoder" if self.export.geometry.encoder else self.target.name
+        geometry = self.export.geometry
+        return self.target.name if geometry.generates else f"{self.target.name}-{geometry.role}"
 
     @property
     def ragged_rows(self) -> bool:

@@ -35,7 +35,7 @@ from llmc.optimize.plan.borders import Cut
 from llmc.optimize.progress import Progress
 from llmc.optimize.weights.file import WeightFile
 from llmc.publish import file_entries
-from llmc.runtime.selftest import run_stage
+from llmc.runtime.selftest.stages import run_stage
 from llmc.runtime.sessions import open_engine
 
 WHOLE = "whole"  # in the bundle's folder while it is cut

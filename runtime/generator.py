@@ -12,9 +12,10 @@ from typing import Any
 from llmc.bundle import Manifest
 from llmc.bundle.model.kinds import allows, refuse
 from llmc.errors import EngineClosedError, GrammarError, UsageError, format_value
+from llmc.runtime.api.adapters import check_adapters
 from llmc.runtime.api.chat import ChatHandle, ChatResult
 from llmc.runtime.api.handle import Handle
-from llmc.runtime.api.options import EngineOptions, check_adapters
+from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import GenerationResult
 from llmc.runtime.engine.engine import Engine

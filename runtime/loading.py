@@ -42,7 +42,9 @@ from llmc.runtime.loaded import LoadedBundle
 from llmc.runtime.runner.prefill import SingleRunner
 from llmc.runtime.sampling.neighbours import neighbour
 from llmc.runtime.sampling.ranges import integer
-from llmc.runtime.selftest import VerifyReport, check_once, replay, replay_stage
+from llmc.runtime.selftest import check_once, replay
+from llmc.runtime.selftest.stages import replay_stage
+from llmc.runtime.selftest.values import VerifyReport
 from llmc.runtime.sessions import emulate_target, open_engine, open_session
 from llmc.runtime.sessions.onnxruntime.stateless import StatelessSession
 from llmc.runtime.sessions.staged import Stages, plan_together, read_stages

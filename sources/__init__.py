@@ -29,11 +29,11 @@ def silent(step: str, fraction: float | None = None, /) -> None:
 class Kind(Enum):
     """What a path is."""
 
-    BUNDLE = "bundle"
-    EXPORT = "export"
-    CHECKPOINT = "checkpoint"  # a folder of safetensors
-    GGUF = "gguf"  # a file, the first where a model has several
-    ADAPTER = "adapter"  # a folder of PEFT: no source of a bundle, but of an adapter
+    BUNDLE = "a bundle"
+    EXPORT = "an export"
+    CHECKPOINT = "a checkpoint"  # a folder of safetensors
+    GGUF = "a GGUF file"  # the first where a model has several
+    ADAPTER = "an adapter"  # a folder of PEFT: no source of a bundle, but of an adapter
 
 
 # The file that makes a folder one of a kind; the first that is there counts, since an export has a config.json, too.
@@ -83,6 +83,6 @@ def locate(name: str | Path, *, offline: bool | None = None, progress: Progress 
         if (path / file).exists():
             return Located(str(name), path, kind, origin)
     if not path.exists():
-        raise UsageError("source", f"{path} does not exist")
+        raise UsageError("source", f"{path} does not exist", "name a path, or a model of the hub as org/name")
     listed = ", ".join(f"{file} ({kind.value})" for file, kind in KINDS.items())
     raise UsageError("source", f"{path} has none of {listed}", "give a folder with one of them, or a .gguf file")

@@ -424,7 +424,7 @@ def test_a_manifest_that_is_no_regular_file_is_refused_at_once(folder: Path, mak
 def test_a_checkpoint_in_the_place_of_an_export_is_refused_with_the_command_that_exports_it(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(
-        BundleError, match="no export.json here, not written by llmc; make it with: llmc export CHECKPOINT -o DIR$"
+        BundleError, match=r"no export.json here, not written by llmc; make it with: llmc export CHECKPOINT -o DIR$"
     ):
         bundle.read_export(tmp_path)
 

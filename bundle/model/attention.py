@@ -10,7 +10,7 @@ from llmc.bundle.model.ranges import Count, Index, Width
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """An attention over a cache, or in an encoder over the tokens of the call."""
+    """An attention over a cache, or without one over the tokens of the call."""
 
     name: str = ""  # module path
     layer: Index = -1
@@ -20,7 +20,7 @@ class Attention:
     window: Annotated[int, range(1 << 28)] = 0  # positions that a query sees, itself included; 0 for all
     rope: Index | None = 0  # index of its rotary embedding, None if positions are not encoded
     rotary_dim: Annotated[int, range(1 << 20)] = 0  # values of each head that are rotated
-    cache: str = ""  # name of the cache it reads, empty in an encoder
+    cache: str = ""  # name of the cache it reads, empty without one
     causal: bool = True  # a query does not see later positions
     # Nodes ``{name}.q_rope`` and ``.k_rope`` rotate queries and keys before the attention reads them.
     turned_before: bool = False
@@ -51,7 +51,7 @@ class Attention:
         return self.group_size > 1 and not self.window and not self.sinks
 
     def is_sound(self, caches: Mapping[str, Cache] | None) -> bool:
-        """True if the sizes fit together and fit the cache; ``caches`` is None in an encoder."""
+        """True if the sizes fit together and fit the cache; ``caches`` is None in a model without."""
         return (
             self.heads % self.kv_heads == 0
             and (self.rope is None) == (self.rotary_dim == 0)

@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 from llmc.bundle.model.attention import Attention
 from llmc.bundle.model.cache import Cache
-from llmc.bundle.model.diffusion import Diffusion
+from llmc.bundle.model.diffusion import MOST_MASKS, Diffusion
 from llmc.bundle.model.draft_head import HEAD_INPUT, DraftHead
 from llmc.bundle.model.encoder import DENSE, SCORE, Encoder
 from llmc.bundle.model.experts import Experts, Mlp
 from llmc.bundle.model.linear import Codes, Linear
-from llmc.bundle.model.names import EMBEDDING, HEAD, PER_LAYER, PER_LAYER_PROJECTION
+from llmc.bundle.model.names import EMBEDDING, HEAD, HIDDEN, PER_LAYER, PER_LAYER_PROJECTION
 from llmc.bundle.model.norm import Norm
 from llmc.bundle.model.ranges import Count, Positions, Vocabulary, Width
 from llmc.bundle.model.recurrent import Recurrent
@@ -60,10 +60,58 @@ class Geometry:
 
     @property
     def row_width(self) -> int:
-        """Values of a row in the place of a token: an image's embedding and deep parts, or a draft head's states."""
+        """Values of a row that a call brings in the place of a token: an image's embedding and deep parts, or a draft
+        head's states; 0 if the graph takes no such rows."""
         if self.head is not None:
             return len(self.head.borders) * self.head.width + self.head.own_width
-        return self.hidden_size * (1 + (self.vision.deep if self.vision else 0))
+        return self.hidden_size * (1 + self.vision.deep) if self.vision else 0
+
+    @property
+    def coordinates(self) -> int:
+        """Numbers in the position of a token: 3 if the graph takes positions with rows and columns, else 0."""
+        return self.vision.axes if self.vision else 0
+
+    @property
+    def least_chunk(self) -> int:
+        """Tokens that a call must have room for."""
+        return self.vision.least_chunk if self.vision else 1
+
+    @property
+    def every_linear(self) -> tuple[Linear, ...]:
+        """The linears of all graphs: a tower's, then the model's own."""
+        return (*(self.vision.linears if self.vision else ()), *self.linears)
+
+    @property
+    def generates(self) -> bool:
+        """True if the model has a head and generates text."""
+        return self.encoder is None
+
+    @property
+    def role(self) -> str:
+        """Name of the model's graph, where one serves all calls."""
+        return "decoder" if self.generates else "encoder"
+
+    @property
+    def result_width(self) -> int:
+        """Values of a result: logits of a token, a vector, or one score."""
+        return self.encoder.width if self.encoder else self.vocab_size
+
+    @property
+    def results(self) -> dict[str, tuple[str | int, ...]]:
+        """Names and sizes of the graph's outputs, without caches."""
+        if self.encoder is not None:
+            return {
+                self.encoder.result: ("batch", self.encoder.width)
+                if self.encoder.result == "embeddings"
+                else ("batch",)
+            }
+        hidden = {HIDDEN: self.head.own_width} if self.head else {}
+        return {name: ("batch", "outputs", size) for name, size in ({"logits": self.vocab_size} | hidden).items()}
+
+    @property
+    def most_results(self) -> int:
+        """Rows of results that a row of a call has at most: one for each mask of a block."""
+        return MOST_MASKS if self.diffusion else 1
 
     @cached_property
     def linear(self) -> dict[str, Linear]:
@@ -120,7 +168,7 @@ class Geometry:
         """
         inner = self.read_norms.union(*(item.inner_norms for item in self.mixers))
         return (
-            self.encoder is None
+            self.generates
             and self.head is None
             and not any(
                 linear.codes and (linear.codes.bits, linear.codes.block) == (8, linear.inputs)

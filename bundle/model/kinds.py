@@ -1,7 +1,7 @@
 """Kinds of models, and the features of builds and loads that each kind cannot be combined with."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from llmc.bundle.model.geometry import Geometry
 from llmc.errors import UsageError
@@ -46,6 +46,10 @@ FEATURES = {
 CLASHES = {"stages": ("gpu", "adapters", "draft_head"), "adapters": ("gpu",), "draft_head": ("gpu",)}
 
 
+# What a build records for the self-test: prompts with answers, texts with vectors, or values from made-up inputs.
+Evidence = Literal["prompts", "texts", "values"]
+
+
 class Kind(NamedTuple):
     """One property of models, and what follows from it."""
 
@@ -56,6 +60,7 @@ class Kind(NamedTuple):
     float_activations: bool = False  # that graph leaves activations in floats unless a recipe says otherwise
     whole_texts: bool = False  # calls take whole texts, and attention scores each against itself
     float32_cache: bool = False  # the cache stays float32 unless a recipe says otherwise
+    evidence: Evidence = "prompts"
 
 
 KINDS = (
@@ -67,6 +72,7 @@ KINDS = (
         float_activations=True,
         whole_texts=True,
         float32_cache=True,
+        evidence="texts",
     ),
     Kind(
         "fills masks",
@@ -81,6 +87,7 @@ KINDS = (
         lambda geometry: geometry.head,
         ("gpu", "stages", "adapters", "draft_head", "text", "report", *_CALIBRATION, "answers"),
         float32_cache=True,
+        evidence="values",
     ),
     Kind(
         "reads the caches of another model",
@@ -114,6 +121,16 @@ KINDS = (
 def kinds_of(geometry: Geometry) -> list[Kind]:
     """The kinds that a model belongs to."""
     return [kind for kind in KINDS if kind.holds(geometry)]
+
+
+def takes_whole_texts(geometry: Geometry) -> bool:
+    """True if calls take whole texts, and attention scores each against itself."""
+    return any(kind.whole_texts for kind in kinds_of(geometry))
+
+
+def find_evidence(geometry: Geometry) -> Evidence:
+    """What a build of the model records for the self-test."""
+    return next((kind.evidence for kind in kinds_of(geometry) if kind.evidence != "prompts"), "prompts")
 
 
 def allows(geometry: Geometry, feature: str) -> bool:

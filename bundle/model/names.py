@@ -10,3 +10,6 @@ PER_LAYER, PER_LAYER_PROJECTION = "model.embed_tokens_per_layer", "model.per_lay
 
 # Recipes' name of :attr:`Geometry.sensitive`.
 SENSITIVE = "sensitive"
+
+# The output of a graph that gives hidden states.
+HIDDEN = "hidden"

@@ -50,7 +50,7 @@ class Attention(PartModule):
             assert cache is not None and inv_freq is not None
             queries = self.normalize("q_norm", self.q_proj(x))
             return self.o_proj(
-                ops.shared_attention(queries, cache, lengths, inv_freq, self.knobs, behind=config.lent)
+                ops.shared_attention(queries, cache, lengths, inv_freq, self.knobs, behind=config.behind)
             ), ()
         q, k = self.q_proj(x), self.k_proj(x)
         v = k if config.keys_are_values else self.v_proj(x)
@@ -67,7 +67,7 @@ class Attention(PartModule):
             q, k = q * as_float(self.q_scale), k * as_float(self.k_scale)
         inv_freq = self.rotary_emb.inv_freq if inv_freq is None else inv_freq
         if cache is None:
-            assert not config.sinks, "no encoder has sinks"
+            assert not config.sinks, "sinks are for attention over a cache"
             attn = ops.self_attention(q, k, v, lengths, inv_freq, self.knobs, causal=config.causal)
             return self.o_proj(attn), ()
         sinks = as_float(self.sinks) if config.sinks else None

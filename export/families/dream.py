@@ -2,10 +2,10 @@
 
 from llmc.export.config import DecoderConfig
 from llmc.export.families import qwen2
-from llmc.export.families.llada import see_both_ways
+from llmc.export.families.diffusion import fill_masks
 from llmc.export.keys import Keys
 
 
 def read(keys: Keys) -> DecoderConfig:
     """Every key but ``mask_token_id`` is Qwen2's."""
-    return see_both_ways(keys, qwen2.read(keys), shift=1)
+    return fill_masks(keys, qwen2.read(keys), shift=1)

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from llmc.export.config import DecoderConfig
-from llmc.export.families import read_text_part
+from llmc.export.families.vision_language import read_text_part
 from llmc.export.keys import Keys
 from llmc.export.vision.reading import DEFAULTS as TOWER_DEFAULTS
 from llmc.export.vision.reading import name_projector, read_siglip
@@ -22,7 +22,7 @@ RENAMED = name_projector({"mm_soft_emb_norm": "connector_norm", "mm_input_projec
 
 
 def read(keys: Keys) -> DecoderConfig:
-    """Text is read as in the smaller models; the rows of an image see one another both ways."""
+    """Text is read as in the smaller models; the rows of an image see one another."""
     keys.skip("boi_token_id", "eoi_token_id", "image_token_id")  # other names of the three indices
     return read_text_part(keys, ("gemma3_text",), DEFAULTS, read_tower=_read_tower)
 

@@ -18,7 +18,7 @@ def read(keys: Keys) -> DecoderConfig:
     config = read_sandwich(
         keys, windows=windows_by_pattern(keys, default=6), scale=keys.number("query_pre_attn_scalar", 256.0) ** -0.5
     )
-    return both_ways(config) if keys.flag("use_bidirectional_attention") else config
+    return attend_to_all(config) if keys.flag("use_bidirectional_attention") else config
 
 
 def read_sandwich(keys: Keys, **differences: Any) -> DecoderConfig:
@@ -35,7 +35,7 @@ def read_sandwich(keys: Keys, **differences: Any) -> DecoderConfig:
     return replace(config, logit_softcap=keys.optional_number("final_logit_softcapping") or 0.0)
 
 
-def both_ways(config: DecoderConfig) -> DecoderConfig:
+def attend_to_all(config: DecoderConfig) -> DecoderConfig:
     """Bidirectional attention; a window covers half as many positions on each side."""
     return config.change_attentions(
         lambda _, it: replace(it, causal=False, window=it.window // 2 + 1 if it.window else 0)

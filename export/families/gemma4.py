@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from llmc.export.config import DecoderConfig
-from llmc.export.families import read_text_part
+from llmc.export.families.vision_language import read_text_part
 from llmc.export.keys import Keys
 
 OTHER_PARTS = ("audio_config", "audio_token_id", "boa_token_id", "boa_token_index", "boi_token_id", "eoa_token_id")

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from llmc.export.config import DecoderConfig
-from llmc.export.families import read_text_part
+from llmc.export.families.vision_language import read_text_part
 from llmc.export.keys import Keys
 from llmc.export.vision.reading import DEFAULTS, name_projector, read_siglip
 from llmc.export.vision.shapes import TowerConfig

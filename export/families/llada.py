@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from llmc.bundle.model.diffusion import Diffusion
 from llmc.export.config import DecoderConfig
+from llmc.export.families.diffusion import fill_masks
 from llmc.export.keys import Keys
-from llmc.export.reading import read_decoder, token_ids
+from llmc.export.reading import read_decoder
 
 KEYS = {
     "d_model": "hidden_size",
@@ -46,15 +46,4 @@ def read(keys: Keys) -> DecoderConfig:
     for name, plain in PLAIN.items():
         keys.fixed(name, plain)
     config = read_decoder(keys, default_kv_heads=keys.integer("num_attention_heads"))
-    return see_both_ways(keys, replace(config, renamed=renamed), shift=0)
-
-
-def see_both_ways(keys: Keys, config: DecoderConfig, shift: int) -> DecoderConfig:
-    """A decoder whose tokens see all others, and whose logits stand ``shift`` positions before their tokens."""
-    masks = token_ids(keys, "mask_token_id", config.vocab_size)
-    if len(masks) != 1:
-        raise keys.error("mask_token_id", keys.raw("mask_token_id"), "one token id")
-    if any(item.window for item in config.geometry.attentions):
-        raise keys.error("use_sliding_window", True, "false")
-    config = config.change_attentions(lambda _, attention: replace(attention, causal=False))
-    return replace(config, diffusion=Diffusion(masks[0], shift))
+    return fill_masks(keys, replace(config, renamed=renamed), shift=0)

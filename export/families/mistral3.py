@@ -1,7 +1,7 @@
 """Mistral Small from 3.1 on, Ministral 3 and Devstral 2: a Mistral as the text part of a vision-language model."""
 
 from llmc.export.config import DecoderConfig
-from llmc.export.families import read_text_part
+from llmc.export.families.vision_language import read_text_part
 from llmc.export.keys import Keys
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from llmc.export.config import DecoderConfig
-from llmc.export.families import read_text_part
+from llmc.export.families.vision_language import read_text_part
 from llmc.export.keys import Keys
 from llmc.export.reading import read_decoder, windows_from_layer
 from llmc.export.rope_keys import TYPES
@@ -54,7 +54,7 @@ def place_by_axes(
         axes = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(pairs)]
     else:
         axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
-    return replace(config, axes=tuple(axes))
+    return replace(config, pair_axes=tuple(axes))
 
 
 def _read_tower(keys: Keys, hidden_size: int) -> PatchTowerConfig:

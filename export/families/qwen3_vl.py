@@ -1,8 +1,8 @@
 """Qwen3-VL: a Qwen3 that sees images of any size; parts of each row are added behind the decoder's first layers."""
 
 from llmc.export.config import DecoderConfig
-from llmc.export.families import read_text_part
 from llmc.export.families.qwen2_5_vl import QWEN_ROPES, place_by_axes
+from llmc.export.families.vision_language import read_text_part
 from llmc.export.keys import Keys
 from llmc.export.reading import read_decoder
 from llmc.export.vision.reading import QWEN_KEYS, read_qwen_tower

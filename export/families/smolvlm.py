@@ -1,7 +1,7 @@
 """SmolVLM, SmolVLM2 and Idefics3: a Llama that sees through a SigLIP, of whose patches squares become one row."""
 
 from llmc.export.config import DecoderConfig
-from llmc.export.families import read_text_part
+from llmc.export.families.vision_language import read_text_part
 from llmc.export.keys import Keys
 from llmc.export.vision.reading import read_siglip
 from llmc.export.vision.shapes import TowerConfig

@@ -24,7 +24,7 @@ class Site:
     reads: str = ""  # see :class:`llmc.bundle.model.linear.Linear`
     producer: str = ""
     ropes: tuple[Rope, ...] = ()  # of the decoder
-    cached: bool = True  # attentions have a cache, as in all decoders but encoders
+    cached: bool = True  # attentions have a cache
 
     def read(self, name: str, outputs: int, bias: bool = False, *, exact: bool = False) -> Linear:
         """A linear that reads what the part reads."""

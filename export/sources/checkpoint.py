@@ -12,11 +12,11 @@ from llmc.bundle.model import names as modules
 from llmc.bundle.model.experts import Experts
 from llmc.bundle.model.linear import Codes
 from llmc.bundle.model.names import PER_LAYER
-from llmc.bundle.model.vision import Vision
 from llmc.errors import CheckpointError, printable
 from llmc.export.config import DecoderConfig
-from llmc.export.families import drop_vision, read_config
-from llmc.export.keys import Keys, read_object
+from llmc.export.families import read_config
+from llmc.export.families.vision_language import keep_text_part
+from llmc.export.keys import Keys, read_object, require_object
 from llmc.export.sources.adapters import Adapter, merge_adapters, read_adapter
 from llmc.export.sources.codes import GgmlTensor, Mxfp4Tensor, QuantizedTensor, Weight, flatten_tensors
 from llmc.export.sources.generation import read_generation
@@ -24,11 +24,11 @@ from llmc.export.sources.gguf import SUFFIX, read_gguf
 from llmc.export.sources.made import MadeTensor
 from llmc.export.sources.modules import prefix_names, read_ending, replace_head
 from llmc.export.sources.packing import unpack_weights
-from llmc.export.sources.parameters import Tensors, decoder_tensors, explain_shape, rename_tower, tower_tensors
+from llmc.export.sources.parameters import Tensors, decoder_tensors, explain_shape
 from llmc.export.sources.quantization import read_quantization
 from llmc.export.sources.safetensors import DTYPE_NAMES, FLOATS, StoredTensor, read_shards
-from llmc.export.sources.tokens import cut_tokenizer, read_tokens
-from llmc.export.vision.processor import IMAGES_FILE, PROCESSOR_FILE, read_vision
+from llmc.export.sources.tokens import cut_tokenizer
+from llmc.export.sources.towers import read_image_steps, read_tower
 from llmc.ggml import LAYOUTS
 from llmc.origin import find_own_file, fingerprint, read_origin
 
@@ -104,7 +104,7 @@ def weight_bytes(tensors: Iterable[StoredTensor | MadeTensor]) -> dict[str, int]
 
 def read_checkpoint(path: Path, adapters: Sequence[tuple[Path, float]] = (), *, text_only: bool = False) -> Checkpoint:
     """Read and check a local Hugging Face folder, or a model in a GGUF file; weights stay on disk. ``adapters``
-    (folder, scale) are merged in order. ``text_only`` leaves out a vision tower.
+    (folder, scale) are merged in order. ``text_only`` reads only the text part.
 
     Raises CheckpointError: names what is missing, broken or unsupported.
     """
@@ -134,12 +134,11 @@ def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: b
     if (folder / bundle.EXPORT_MANIFEST).exists():
         raise CheckpointError(f"{folder} is an export already; expected a checkpoint. Go on with: llmc build {folder}")
     _refuse_adapter(folder)
-    values = read_json(folder / CONFIG_FILE)
+    values = require_object(folder, CONFIG_FILE)
     ending = read_ending(folder, values)
-    keys = Keys(drop_vision(values) if text_only or ending else values, str(folder / CONFIG_FILE))
+    keys = Keys(keep_text_part(values) if text_only or ending else values, str(folder / CONFIG_FILE))
     quantization = read_quantization(keys)
-    config = read_config(keys)
-    config = replace(config, vision=_read_vision(folder, config))
+    config = read_image_steps(folder, read_config(keys))
     adapters = [read_adapter(adapter, scale, folder, values) for adapter, scale in named]
     texts, cut = _read_tokenizer(folder, config.vocab_size)
     path = folder / GENERATION_FILE
@@ -166,28 +165,9 @@ def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: b
     return Checkpoint(folder, config, generation, tensors, files, source, notes, texts)
 
 
-def _read_vision(folder: Path, config: DecoderConfig) -> Vision | None:
-    if config.tower is None:
-        return None
-    files = [read_object(folder, name) or {} for name in (PROCESSOR_FILE, IMAGES_FILE)]
-    vision = read_vision(folder, config.tower, *files)
-    path, image_token = folder / bundle.TOKENIZER_FILE, (vision.token_id, vision.markers.image)
-    if vision.token_id >= config.vocab_size:
-        raise CheckpointError(
-            f"{folder / CONFIG_FILE}: the image token {image_token[0]} has no row, vocab_size={config.vocab_size}; "
-            "export only the text part with --text-only"
-        )
-    if image_token not in read_tokens(str(path), read_json(path)):
-        raise CheckpointError(
-            f"{path}: no token {image_token[1]} with the id {image_token[0]}, which {CONFIG_FILE} gives it; get the "
-            "tokenizer that the model was trained with, or export only its text part with --text-only"
-        )
-    return vision
-
-
 def _merge(folder: Path, config: DecoderConfig, stored: Tensors, adapters: Sequence[Adapter]) -> Tensors:
     tensors = decoder_tensors(folder, config, merge_adapters(folder, config, stored, adapters))
-    return tensors | tower_tensors(folder, config, merge_adapters(folder, config, stored, adapters, rename_tower))
+    return tensors | read_tower(folder, config, stored, adapters)
 
 
 def _notes(adapters: Sequence[Adapter]) -> list[str]:
@@ -206,14 +186,6 @@ def _refuse_adapter(folder: Path) -> None:
     raise CheckpointError(f"{folder} is an adapter ({ADAPTER_FILE}), not a whole model; {merged}")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """An object in a JSON file of a checkpoint or an export, see :func:`llmc.origin.find_own_file`."""
-    values = read_object(path.parent, path.name)
-    if values is None:
-        raise CheckpointError(f"{path.parent}: no {path.name}; expected a Hugging Face checkpoint folder or GGUF file")
-    return values
-
-
 def _read_tokenizer(folder: Path, vocab_size: int) -> tuple[dict[str, str], list[str]]:
     """Check the tokenizer's files; return the results of :func:`cut_tokenizer`."""
     if find_own_file(folder, bundle.TOKENIZER_FILE) is None:
@@ -223,7 +195,7 @@ def _read_tokenizer(folder: Path, vocab_size: int) -> tuple[dict[str, str], list
             f".save_pretrained('{folder}')\""
         )
     names = [name for name in bundle.TOKENIZER_FILES if name.endswith(".json") and find_own_file(folder, name)]
-    return cut_tokenizer(str(folder), {name: read_json(folder / name) for name in names}, vocab_size)
+    return cut_tokenizer(str(folder), {name: require_object(folder, name) for name in names}, vocab_size)
 
 
 def match_tensors(folder: Path, config: DecoderConfig, stored: Tensors) -> Tensors:

@@ -21,7 +21,7 @@ from llmc.export.config import DecoderConfig
 from llmc.export.families import read_config
 from llmc.export.families.gemma4 import MORE, OTHER_PARTS
 from llmc.export.heads.shapes import BESIDE, HeadConfig
-from llmc.export.keys import Keys
+from llmc.export.keys import Keys, require_object
 from llmc.export.parts.attention import AttentionConfig
 from llmc.export.sources.checkpoint import (
     CONFIG_FILE,
@@ -31,7 +31,6 @@ from llmc.export.sources.checkpoint import (
     describe_source,
     match_tensors,
     read_checkpoint,
-    read_json,
 )
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.parameters import Tensors, copy_tensor, decoder_tensors, rename_tensors
@@ -57,7 +56,7 @@ def read_head(folder: Path, of: Path) -> Checkpoint:
     model = read_checkpoint(of, text_only=True)
     shards = read_shards(folder)
     stored: Tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
-    keys = Keys(read_json(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
+    keys = Keys(require_object(folder, CONFIG_FILE), str(folder / CONFIG_FILE))
     if folder.samefile(of):
         config, head_tensors = _read_part(folder, model.config, stored)
     elif keys.raw("model_type") in ASSISTANTS:
@@ -94,7 +93,7 @@ def _read_part(folder: Path, base: DecoderConfig, stored: Tensors) -> tuple[Deco
         tensors[HEAD] = renamed[HEAD]
     width = base.hidden_size
     head = HeadConfig(borders=(len(base.layers),), width=width, own_width=width, beside=False)
-    return replace(base, layers=(layer,), axes=(), renamed=(), left_out=(), head=head), tensors
+    return replace(base, layers=(layer,), pair_axes=(), renamed=(), left_out=(), head=head), tensors
 
 
 def _read_assistant(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors) -> tuple[DecoderConfig, Tensors]:
@@ -132,7 +131,7 @@ def _read_assistant(folder: Path, keys: Keys, model: Checkpoint, stored: Tensors
                 f"{layer.window} (0: all), which no last layer of the model has; give --of its model"
             )
         used[item.cache] = listed[item.cache]
-        return replace(layer, source=item.layer, lent=True, window=layer.window and layer.window + 1)
+        return replace(layer, source=item.layer, behind=True, window=layer.window and layer.window + 1)
 
     config = config.change_attentions(borrow)
     renamed = {

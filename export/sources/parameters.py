@@ -3,10 +3,8 @@
 Tensors that need no conversion remain references to the files.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -17,7 +15,6 @@ from numpy.typing import NDArray
 
 from llmc.bundle.model.attention import Attention
 from llmc.bundle.model.recurrent import Recurrent
-from llmc.bundle.model.vision import TOWER
 from llmc.errors import CheckpointError
 from llmc.export.config import DecoderConfig
 from llmc.export.parts.experts import STEEP
@@ -25,7 +22,6 @@ from llmc.export.parts.recurrent import RecurrentConfig
 from llmc.export.sources.codes import GgmlTensor, Mxfp4Tensor, QuantizedTensor, Weight, join_stacks, rows_of
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.safetensors import FLOATS, StoredTensor
-from llmc.export.vision.shapes import TowerConfig
 
 Tensors = dict[str, Weight]
 Array = NDArray[Any]
@@ -54,9 +50,9 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
             continue
         shape = tensors[name].shape
         turn = partial(np.swapaxes, axis1=1, axis2=2)
-        parameters[name] = _make_view(folder, tensors[name], turn, (*shape[:1], *shape[:0:-1]))
+        parameters[name] = make_view(folder, tensors[name], turn, (*shape[:1], *shape[:0:-1]))
     for name in list_offset_norms(config) & tensors.keys():
-        parameters[name] = _make_view(folder, tensors[name], _plus_one, tensors[name].shape, "F32")
+        parameters[name] = make_view(folder, tensors[name], plus_one, tensors[name].shape, "F32")
     for item in config.geometry.recurrents:
         parameters |= _convert_recurrent(folder, config, item, tensors)
     for attention in config.geometry.attentions:
@@ -66,30 +62,8 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
     plain = {name for name, tensor in tensors.items() if not isinstance(tensor, QuantizedTensor)}
     transposed = {f"{linear.name}.weight" for linear in config.geometry.linears[:-1]} if config.transposed else set()
     for name in transposed & plain:
-        parameters[name] = _make_view(folder, tensors[name], np.transpose, tensors[name].shape[::-1])
+        parameters[name] = make_view(folder, tensors[name], np.transpose, tensors[name].shape[::-1])
     return parameters
-
-
-def rename_tower(folder: Path, config: DecoderConfig, stored: Mapping[str, T]) -> dict[str, T]:
-    """Tensors of the vision tower by llmc's own names; empty without a tower."""
-    if config.tower is None:
-        return {}
-    renamed = rename_tensors(folder, replace(config, renamed=config.tower.renamed, left_out=("head",)), stored)
-    return {name: tensor for name, tensor in renamed.items() if name.startswith(f"{TOWER}.")}
-
-
-def tower_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Tensors:
-    """Tensors of the tower by parameter name. A convolution over patches becomes a product with each patch's pixels."""
-    tensors = Tensors(renamed)
-    name = f"{TOWER}.patch_embedding.weight"
-    if isinstance(kernels := tensors.get(name), StoredTensor) and len(kernels.shape) > 2:
-        tensors[name] = replace(kernels, shape=(kernels.shape[0], math.prod(kernels.shape[1:])))
-    if isinstance(config.tower, TowerConfig) and config.tower.projector == "pool":
-        for name, view in ((f"{TOWER}.connector.weight", np.transpose), (f"{TOWER}.connector_norm.weight", _plus_one)):
-            if name in tensors:
-                dtype = "F32" if view is _plus_one else ""
-                tensors[name] = _make_view(folder, tensors[name], view, tensors[name].shape[::-1], dtype)
-    return tensors
 
 
 def _convert_recurrent(folder: Path, config: DecoderConfig, item: Recurrent, tensors: Tensors) -> Tensors:
@@ -100,7 +74,7 @@ def _convert_recurrent(folder: Path, config: DecoderConfig, item: Recurrent, ten
         converted[f"{item.name}.norm_scale"] = tensors[name]
     if set(mixer.scales[1:4]) != {1.0} and (name := f"{item.name}.conv.weight") in tensors:
         view = partial(_scale_channels, mixer)
-        converted[name] = _make_view(folder, tensors[name], view, tensors[name].shape, "F32")
+        converted[name] = make_view(folder, tensors[name], view, tensors[name].shape, "F32")
     return converted
 
 
@@ -328,9 +302,9 @@ def _unpack_parameters(
         raise CheckpointError(f"{folder}: {explain_shape(name, tensor.shape, whole[::-1] if turned else whole)}")
     for number, ((start, stop), shape) in enumerate(zip(pairwise(rows), parts, strict=True)):
         if config.packed_by_head:
-            yield _make_view(folder, tensor, partial(_of_heads, config, number), shape)
+            yield make_view(folder, tensor, partial(_of_heads, config, number), shape)
         elif turned:
-            yield _make_view(folder, tensor, partial(_columns, start, stop), shape)
+            yield make_view(folder, tensor, partial(_columns, start, stop), shape)
         else:
             yield rows_of(tensor, start, stop)
 
@@ -348,7 +322,7 @@ def _columns(start: int, stop: int, whole: Array) -> Array:
     return turned
 
 
-def _plus_one(weight: Array) -> Array:
+def plus_one(weight: Array) -> Array:
     gain: Array = weight.astype(np.float32) + np.float32(1)
     return gain
 
@@ -361,7 +335,7 @@ def _scale_channels(mixer: RecurrentConfig, weight: Array) -> Array:
     return scaled
 
 
-def _make_view(
+def make_view(
     folder: Path, tensor: Weight, view: Callable[[Array], Array], shape: tuple[int, ...], dtype: str = ""
 ) -> MadeTensor:
     if not isinstance(tensor, StoredTensor | MadeTensor):

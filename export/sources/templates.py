@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from llmc.errors import CheckpointError
-from llmc.export.sources.checkpoint import read_json
+from llmc.export.keys import require_object
 from llmc.origin import find_own_file
 from llmc.strict import read_bytes
 
@@ -14,14 +14,14 @@ MOST_TEMPLATE = 1 << 22  # bytes; today's templates have 20,000
 MOST_NAMED = 64
 
 
-def place_templates(source: Path, staging: Path, sees: bool) -> None:
+def place_templates(source: Path, staging: Path, by_processor: bool) -> None:
     """Move a processor's ``chat_template.json``, and the named templates of ``additional_chat_templates``, into the
-    tokenizer's files that were copied to ``staging`` from the checkpoint ``source``. If the model ``sees`` images, the
-    processor's template replaces the tokenizer's. Raises CheckpointError: a template cannot be read."""
-    config = read_json(staging / CONFIG_FILE) if (staging / CONFIG_FILE).exists() else {}
+    tokenizer's files that were copied to ``staging`` from the checkpoint ``source``. ``by_processor`` lets the
+    processor's template replace the tokenizer's. Raises CheckpointError: a template cannot be read."""
+    config = require_object(staging, CONFIG_FILE) if (staging / CONFIG_FILE).exists() else {}
     stated, plain = config.get("chat_template"), _read_text(source, PLAIN)
-    if plain is None and (sees or not stated) and find_own_file(source, OF_PROCESSOR):
-        plain = read_json(source / OF_PROCESSOR).get("chat_template")
+    if plain is None and (by_processor or not stated) and find_own_file(source, OF_PROCESSOR):
+        plain = require_object(source, OF_PROCESSOR).get("chat_template")
         if not isinstance(plain, str) or any("\ud800" <= character <= "\udfff" for character in plain):
             raise CheckpointError(f"{source / OF_PROCESSOR}: chat_template is missing, or not text; remove the file")
         (staging / PLAIN).write_text(plain, encoding="utf-8")

@@ -20,8 +20,8 @@ _NAMED_IN_NOTE = 3
 def cut_tokenizer(where: str, files: Mapping[str, dict[str, Any]], rows: int) -> tuple[dict[str, str], list[str]]:
     """Remove all tokens with ids of ``rows`` or more from the contents of a tokenizer's files.
 
-    Returns the texts of the files that change, and notes. Published Gemma 3 1B needs this: its tokenizer has an image
-    token that only the larger models have a row for.
+    Returns the texts of the files that change, and notes. Published Gemma 3 1B needs this: its tokenizer has a token
+    that only the larger models have a row for.
 
     Raises:
         CheckpointError: ordinary text contains such tokens, or gets one around it; or a file is broken.

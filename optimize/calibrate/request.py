@@ -50,8 +50,9 @@ def calibrate_weights(
             "leave --no-calibration out, or give BuildRequest(..., decoder=StreamedDecoder)",
         )
     torch = require("torch", "export")
+    from llmc.optimize.calibrate.diffusion import hide_half
     from llmc.optimize.calibrate.layers import calibrate
-    from llmc.optimize.calibrate.text import hide_half, read_samples
+    from llmc.optimize.calibrate.text import read_samples
     from llmc.runtime.host import disk_cache
 
     geometry = export.geometry
@@ -60,7 +61,7 @@ def calibrate_weights(
     samples = read_samples(
         request.calibration, source, samples=count, length=length, vocab_size=vocabulary, remedy=SHORTER
     )
-    samples = replace(samples, ids=hide_half(samples.ids, geometry.diffusion))
+    samples = replace(samples, ids=hide_half(samples.ids, geometry))
     used = Calibration(samples.name, samples.sha256, samples.default, len(samples.ids), samples.ids.shape[1])
     folder = disk_cache.entry("calibration", _key(source, export, replace(recipe, calibration=used), samples))
     decoder = request.decoder(source, "cuda" if torch.cuda.is_available() else "cpu")

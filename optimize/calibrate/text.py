@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle.model.diffusion import Diffusion
 from llmc.errors import RequestError, UsageError, printable
 from llmc.runtime.text.chat_template import ChatTemplate
 from llmc.runtime.text.tokenizer import Tokenizer
@@ -189,13 +188,6 @@ def _encode(tokenizer: Tokenizer, text: str, path: Path, where: str) -> Ids:
         return np.array(tokenizer.encode(text, add_special_tokens=False), np.int64)
     except RequestError as error:
         raise UsageError(where, f"cannot be used: {error}", path=path) from error
-
-
-def hide_half(ids: Ids, diffusion: Diffusion | None) -> Ids:
-    """Tokens as a model is fed them: a diffusion model sees masks in half of the places."""
-    if diffusion is None:
-        return ids
-    return np.where(np.random.default_rng(0).random(ids.shape) < 0.5, diffusion.mask_token_id, ids)
 
 
 def _prefix(tokenizer: Tokenizer) -> Ids:

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from llmc.bundle import Quality
-from llmc.bundle.model.kinds import refuse
+from llmc.bundle.model.kinds import refuse, takes_whole_texts
 from llmc.errors import UsageError
-from llmc.optimize.calibrate.text import JUDGED_WINDOW, CalibrationSamples, hide_half, read_samples
+from llmc.optimize.calibrate.diffusion import find_targets, hide_half
+from llmc.optimize.calibrate.text import JUDGED_WINDOW, CalibrationSamples, read_samples
 from llmc.optimize.judge import golden
 from llmc.optimize.judge.quality import Double, Float, Tally
 from llmc.optimize.judge.reference import Ids, Reference, keep_states
@@ -108,17 +109,17 @@ def evaluate(
         UsageError: the reference is of another model, or the bundle a draft head.
         BundleError: the bundle computes NaN or infinity, or the reference is broken.
     """
-    refuse(model.manifest.geometry, "answers")
+    geometry = model.manifest.geometry
+    refuse(geometry, "answers")
     unquantized = open_reference(model, reference) if reference is not None else None
-    diffusion = model.manifest.geometry.diffusion
-    fed = hide_half(text.ids[:, :-1], diffusion)
+    fed = hide_half(text.ids[:, :-1], geometry)
     states = keep_states(unquantized, fed, cache, progress) if unquantized else None
     original, paths = Tally(), {phase: Tally() for phase in Phase}
     worst: dict[Phase, list[Loss]] = {phase: [] for phase in Phase}
     done = make_counter(progress, f"judging the bundle on {text.name}", len(text.ids) * len(Phase))
     for number, ids in enumerate(text.ids):
         wanted = unquantized.project(states[number]) if unquantized and states is not None else None
-        rows, targets = golden.find_targets(ids, fed[number], diffusion)
+        rows, targets = find_targets(ids, fed[number], geometry)
         if wanted is not None:
             original.predict(wanted[rows], targets)
         for phase, path in paths.items():
@@ -129,7 +130,8 @@ def evaluate(
                 found = _list_losses(model, phase, number, fed[number], kl, wanted, logits)
                 worst[phase] = heapq.nlargest(WORST_POSITIONS, [*worst[phase], *found], key=lambda loss: loss.kl)
             done()
-    matches = _matches(model, unquantized, progress) if unquantized and greedy and not diffusion else []
+    steps = greedy and not takes_whole_texts(geometry)
+    matches = _matches(model, unquantized, progress) if unquantized and steps else []
     quality = Quality(
         text=text.name,
         sha256=text.sha256,
@@ -160,7 +162,7 @@ def _list_losses(
 def _matches(model: Generator, reference: Reference, progress: Progress) -> list[tuple[int, int]]:
     """For each golden prompt, how many greedy tokens the unquantized model would choose too, and of how many."""
     answered = golden.greedy_answers(model)
-    states = reference.compute_normed(golden.list_fed(answered, None), progress)
+    states = reference.compute_normed(golden.list_fed(answered), progress)
     return [
         (golden.count_matching(answer, reference.project(normed[len(prompt) - 1 :])), len(answer))
         for (prompt, answer), normed in zip(answered, states, strict=True)

@@ -10,13 +10,15 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import FileEntry, GoldenPrompt, GoldenVector, Manifest, read_bundle, write_manifest
+from llmc.bundle import FileEntry, GoldenPrompt, Manifest, read_bundle, write_manifest
+from llmc.bundle.model.kinds import find_evidence
 from llmc.errors import GpuError, MissingExtraError, ResourceError
 from llmc.optimize.calibrate.request import KEPT_BYTES
 from llmc.optimize.graphs import compile_graphs
+from llmc.optimize.judge.adapters import measure_opened
 from llmc.optimize.judge.evaluate import Evaluation, Loss, evaluate, read_windows
 from llmc.optimize.judge.gate import check, check_unrounded, list_doubts
-from llmc.optimize.judge.golden import SPREAD_FACTOR, prompt_ids, run_golden_prompts, run_long_prompt, tolerance
+from llmc.optimize.judge.golden import prompt_ids, run_golden_prompts, run_long_prompt, tolerance
 from llmc.optimize.judge.invariance import measure_guarantees
 from llmc.optimize.judge.layers import KL_TOKENS, WINDOWS, LayerError, layer_errors
 from llmc.optimize.judge.overflow import check_range
@@ -24,22 +26,22 @@ from llmc.optimize.judge.reference import Reference
 from llmc.optimize.judge.replay import replay_apart
 from llmc.optimize.judge.report import QUALITY_PAGE, list_better, render
 from llmc.optimize.judge.rows import check_rows
-from llmc.optimize.judge.vectors import run_golden_image, run_golden_vectors
+from llmc.optimize.judge.vision import judge_tower
 from llmc.optimize.order import Order, runs_here
 from llmc.optimize.weights.file import round_to_bfloat16
 from llmc.optimize.weights.store import Calibrated
 from llmc.origin import check_unchanged, copy_tokenizer
 from llmc.publish import file_entries
-from llmc.runtime import Embedder, Generator, load
+from llmc.runtime import Generator, load
 from llmc.runtime.host import disk_cache
-from llmc.runtime.selftest import LOGIT_TOLERANCE, LOGIT_TOLERANCES, VECTOR_TOLERANCE, run_head
+from llmc.runtime.selftest.values import LOGIT_TOLERANCE, LOGIT_TOLERANCES, VECTOR_TOLERANCE
 
 log = logging.getLogger(__name__)
 
 
 def least_tolerance(order: Order) -> float:
     """The smallest tolerance of golden results on another machine."""
-    if order.export.geometry.encoder:
+    if find_evidence(order.export.geometry) == "texts":
         return VECTOR_TOLERANCE
     return LOGIT_TOLERANCES[order.recipe.compute] if order.target.has_gpu else LOGIT_TOLERANCE
 
@@ -81,11 +83,10 @@ def judge_decoder(order: Order, folder: Path, manifest: Manifest, weights: Calib
         if verified == "device":
             order.progress("comparing calls of different sizes")
             manifest = measure_guarantees(model.runner.session, manifest)
+            manifest = measure_opened(model.runner.session, manifest)
             if order.target.has_gpu:
                 check_rows(model.runner.session, replace(manifest, golden_tolerance=allowed))
-        if manifest.geometry.vision is not None:
-            case, similarity = run_golden_image(model, order.source, order.progress)
-            manifest = replace(manifest, vectors=(case,), similarity=similarity)
+        manifest = judge_tower(model, order.source, manifest, order.progress)
     finished = replace(
         manifest,
         notes=(*manifest.notes, *notes),
@@ -133,35 +134,6 @@ def _run_long_prompt(order: Order, folder: Path, model: Generator, verified: str
         except (MissingExtraError, ResourceError) as error:
             log.info("%s; the long golden prompt is recorded on the GPU", error)
     return run_long_prompt(model)
-
-
-def judge_encoder(order: Order, folder: Path, manifest: Manifest, _: Calibrated) -> Manifest:
-    """:func:`judge_decoder` of a model that embeds or ranks: its vectors beside those of the unquantized one."""
-    write_manifest(manifest, folder)
-    with load(folder, kind=Embedder, self_test=False) as model:
-        cases, spread, similarity = run_golden_vectors(model, order.source, order.progress)
-    finished = replace(
-        manifest,
-        vectors=cases,
-        golden_tolerance=max(manifest.golden_tolerance, SPREAD_FACTOR * spread),
-        golden_spread=spread,
-        similarity=similarity,
-    )
-    write_manifest(finished, folder)
-    order.progress("replaying the golden texts as a first load does")
-    replay_apart(folder)
-    return finished
-
-
-def judge_head(order: Order, folder: Path, manifest: Manifest, _: Calibrated) -> Manifest:
-    """:func:`judge_decoder` of a draft head, which no text judges, for all that it guesses is verified."""
-    write_manifest(manifest, folder)
-    order.progress("recording what the head computes")
-    with load(folder, self_test=False) as model:
-        computed = run_head(model.runner.session, manifest)
-    finished = replace(manifest, vectors=tuple(GoldenVector((), tuple(values.tolist())) for values in computed))
-    write_manifest(finished, folder)
-    return finished
 
 
 def _layer_errors(

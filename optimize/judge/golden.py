@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import LARGEST_TOLERANCE, GoldenPrompt, Quality
-from llmc.bundle.model.diffusion import Diffusion
+from llmc.bundle.model.kinds import takes_whole_texts
 from llmc.errors import BundleError, RequestError
-from llmc.optimize.calibrate.text import hide_half
+from llmc.optimize.calibrate.diffusion import find_targets, hide_half
 from llmc.optimize.judge.quality import Float, Tally
-from llmc.optimize.judge.reference import Ids, Reference
+from llmc.optimize.judge.reference import Reference
 from llmc.optimize.progress import Progress, silent
 from llmc.runtime import Generator, LoadedBundle
-from llmc.runtime.selftest import LONG_STEPS, answer_greedily
+from llmc.runtime.selftest.prompts import LONG_STEPS, answer_greedily
 from llmc.runtime.sessions import Batch, Phase
 
 # Prose, code, another script and figures: enough to notice a wrong weight, and quick to replay.
@@ -65,8 +65,9 @@ def tolerance(least: float, spread: float) -> float:
 def run_golden_prompts(model: Generator, export: Path, progress: Progress = silent) -> Golden:
     """Run the golden prompts through the bundle and the unquantized model; perplexities are over the prompts alone."""
     progress("running the golden prompts")
-    answered, diffusion = greedy_answers(model), model.manifest.geometry.diffusion
-    reference, fed = Reference(export), list_fed(answered, diffusion)
+    geometry, answered = model.manifest.geometry, greedy_answers(model)
+    steps = not takes_whole_texts(geometry)
+    reference, fed = Reference(export), list_fed(answered, steps)
     original, paths = Tally(), {phase: Tally() for phase in Phase}
     cases: list[GoldenPrompt] = []
     spreads: list[float] = []
@@ -75,12 +76,12 @@ def run_golden_prompts(model: Generator, export: Path, progress: Progress = sile
     for plain, (prompt, answer), ids, rows in zip(prompt_ids(model), answered, fed, normed, strict=True):
         wanted = reference.project(rows)
         got = {phase: path_logits(model, ids, phase) for phase in Phase}
-        predicting, targets = find_targets(plain, ids, diffusion)
+        predicting, targets = find_targets(plain, ids, geometry)
         original.predict(wanted[predicting], targets)
         for phase, path in paths.items():
             path.predict(got[phase][predicting], targets)
             path.compare(wanted, got[phase])
-        matches += [] if diffusion else [count_matching(answer, wanted[len(prompt) - 1 :])]
+        matches += [count_matching(answer, wanted[len(prompt) - 1 :])] if steps else []
         recorded = {phase: model.runner.prefill(prompt, graph=phase)[0, -1].copy() for phase in Phase}
         cases.append(_case(prompt, answer, recorded[Phase.PREFILL], got, wanted))
         others = {phase: [got[phase][len(prompt) - 1], *_other_calls(model, prompt, phase)] for phase in Phase}
@@ -118,27 +119,17 @@ def run_long_prompt(model: Generator) -> tuple[GoldenPrompt, ...]:
 def greedy_answers(model: Generator) -> list[Answered]:
     """Token ids of the golden prompts, and of the bundle's greedy answers."""
     new_tokens = max(1, min(NEW_TOKENS, model.runner.max_context - PROMPT_TOKENS))
-    prompts = [hide_half(np.array(ids), model.manifest.geometry.diffusion).tolist() for ids in prompt_ids(model)]
+    prompts = [hide_half(np.array(ids), model.manifest.geometry).tolist() for ids in prompt_ids(model)]
     try:
         return [(prompt, answer_greedily(model, prompt, new_tokens)) for prompt in prompts]
     except RequestError as error:  # no token can be chosen
         raise _not_finite(model, "bundle") from error
 
 
-def list_fed(answered: Sequence[Answered], diffusion: Diffusion | None) -> list[list[int]]:
-    """Tokens to feed for the logits of each answer: prompt and answer without its last token; for a diffusion model,
-    whose answers have no order, the prompt."""
-    return [[*prompt, *([] if diffusion else answer[:-1])] for prompt, answer in answered]
-
-
-def find_targets(ids: Sequence[int] | Ids, fed: Sequence[int] | Ids, diffusion: Diffusion | None) -> tuple[Ids, Ids]:
-    """Rows of the logits of ``fed`` that predict tokens of a text ``ids``, and these tokens: the next token of each
-    row, or the masked tokens of a diffusion model."""
-    if diffusion is None:
-        return np.arange(len(ids) - 1), np.array(ids[1:], np.int64)
-    masked = np.flatnonzero(np.array(fed) == diffusion.mask_token_id)
-    masked = masked[masked >= diffusion.shift]
-    return masked - diffusion.shift, np.array(ids, np.int64)[masked]
+def list_fed(answered: Sequence[Answered], steps: bool = True) -> list[list[int]]:
+    """Tokens to feed for the logits of each answer: prompt and answer without its last token; the prompt alone if the
+    answer was not made in steps of a token."""
+    return [[*prompt, *(answer[:-1] if steps else ())] for prompt, answer in answered]
 
 
 def count_matching(answer: Sequence[int], logits: Float) -> int:
@@ -177,7 +168,7 @@ def _other_calls(model: Generator, prompt: list[int], graph: Phase) -> Iterator[
     """Logits [V] after the prompt by other calls that an engine may make: in pieces, and with the last token beside
     another row's."""
     runner, last = model.runner, len(prompt) - 1
-    if model.manifest.geometry.diffusion:
+    if takes_whole_texts(model.manifest.geometry):
         return
     yield runner.prefill(prompt, chunk=PIECE, graph=graph)[0, -1].copy()
     if model.manifest.limits.max_batch == 1:
@@ -204,7 +195,7 @@ def _case(
 def _record(prompt: list[int], answer: tuple[int, ...], logits: Float) -> GoldenPrompt:
     """A prompt and the answer that ``logits`` [n, V] chose, without the unquantized model's logits."""
     top, two = _top(logits[0]), np.sort(logits, axis=1)[:, -2:]
-    if len(two) < len(answer):  # a diffusion model's tokens have no logits to tell a near tie by
+    if len(two) < len(answer):  # tokens that were made together have no logits to tell a near tie by
         two = np.zeros((len(answer), 2), np.float32)
     return GoldenPrompt(
         prompt=tuple(prompt),

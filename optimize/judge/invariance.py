@@ -1,7 +1,7 @@
 """Measures which calls of a bundle compute the same bits for a token, whatever else is in the call.
 
-Kernels round differently for other shapes: ONNX Runtime's MatMulNBits multiplies rows in pairs. Its attention works in
-tiles of 64 queries, so calls of 64 k + 1 tokens give other bits for their last token; they are not measured, and a
+Kernels round differently for other shapes: ONNX Runtime's MatMulNBits multiplies rows in pairs. Its attention computes
+64 queries at a time, so calls of 64 k + 1 tokens give other bits for their last token; they are not measured, and a
 runtime that wants equal bits never makes them.
 """
 
@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle import Invariance, Manifest
+from llmc.bundle.model.kinds import takes_whole_texts
 from llmc.optimize.lower.context import Mxfp4, quant_configs
 from llmc.runtime.sessions import Batch, Phase, Session
-from llmc.runtime.sessions.adapters import Adapter, AdapterInfo
 
 # Numbers of rows, new tokens or logits of the calls that are compared with the largest one: odd and even, within and
 # beyond the 4 rows that MatMulNBits' kernels take at once.
 SIZES = (1, 2, 3, 4, 5, 6, 8)
-# Lengths of pieces of prompts, around one and two tiles of attention; compared with the last one.
+# Lengths of pieces of prompts, around 64 and 128 queries; compared with the last one.
 LONG_SIZES, LONGEST = (62, 64, 66, 67, 126, 128, 130), 132
 # Cached positions of the first row, and how many more each following row has: all even, and different.
 PREFIX, LONGER = 12, 2
@@ -29,9 +29,6 @@ FAR = 600
 # Smaller contexts, without room for prefixes and calls, are not measured.
 SMALLEST_CONTEXT = PREFIX + LONGER * max(SIZES) + max(SIZES)
 
-# Standard deviation of the random factors: their products are about as large as the values that they are added to.
-DEVIATION = 0.1
-
 Same = Callable[[int], bool]
 Values = tuple[NDArray[np.float32], NDArray[np.generic]]
 
@@ -39,38 +36,26 @@ Values = tuple[NDArray[np.float32], NDArray[np.generic]]
 def measure_guarantees(session: Session, manifest: Manifest) -> Manifest:
     """The manifest with the measured invariance of each graph; overwrites the session's cache.
 
-    A context below :data:`SMALLEST_CONTEXT` gets no guarantee, nor do experts that round by the number of rows; a
-    diffusion model needs none, for its calls are shared at ``fast`` alone.
+    See :func:`can_measure` for the models that get no guarantee.
     """
-    if manifest.limits.max_context < SMALLEST_CONTEXT or _has_rounding_experts(manifest) or manifest.geometry.diffusion:
+    if not can_measure(manifest):
         return manifest
-    probe = _Probe(session, manifest)
+    probe = Probe(session, manifest)
     invariances = {phase.value: probe.invariance(phase) for phase in Phase}
     if session.changes_kernels:  # measuring proves nothing for them; calls of one token are still measured
         invariances = {Phase.DECODE.value: Invariance(rows=invariances[Phase.DECODE.value].rows)}
-    adapter_graph = manifest.adapter_graph
-    if adapter_graph is not None:
-        session.open_adapters()
-        measured = _Probe(session, manifest, _draw_adapters(manifest)).invariance(Phase.DECODE)
-        adapter_graph = replace(adapter_graph, invariance=measured)
     graphs = {
         name: replace(graph, invariance=invariances.get(name, graph.invariance))
         for name, graph in manifest.graphs.items()
     }
-    return replace(manifest, graphs=graphs, adapter_graph=adapter_graph)
+    return replace(manifest, graphs=graphs)
 
 
-def _draw_adapters(manifest: Manifest) -> tuple[Adapter, ...]:
-    """A random adapter for each row, which changes every linear that adapters can change."""
-    draw, adapters, rank = np.random.default_rng(1).standard_normal, [], manifest.limits.rank
-    for row in range(min(manifest.limits.max_batch, max(SIZES))):
-        factors = {
-            it.name: (draw((rank, it.inputs), np.float32) * DEVIATION, draw((rank, it.outputs), np.float32) * DEVIATION)
-            for it in manifest.geometry.linears
-            if it.is_open
-        }
-        adapters.append(Adapter(AdapterInfo(str(row), str(row), rank), factors))
-    return tuple(adapters)
+def can_measure(manifest: Manifest) -> bool:
+    """False for a context below :data:`SMALLEST_CONTEXT`, experts that round by the number of rows, and a model that
+    takes whole texts, whose calls are shared at ``fast`` alone."""
+    small, whole = manifest.limits.max_context < SMALLEST_CONTEXT, takes_whole_texts(manifest.geometry)
+    return not (small or whole or _has_rounding_experts(manifest))
 
 
 def _has_rounding_experts(manifest: Manifest) -> bool:
@@ -80,11 +65,17 @@ def _has_rounding_experts(manifest: Manifest) -> bool:
     return any(stored.stored(item.name) != Mxfp4() for item in manifest.geometry.mixtures)
 
 
-class _Probe:
-    """Rows with different prefixes in the cache, and calls that continue them."""
+class Probe:
+    """Rows with different prefixes in the cache, and calls that continue them.
 
-    def __init__(self, session: Session, manifest: Manifest, adapters: tuple[Adapter, ...] = ()) -> None:
-        self._session, self._adapters = session, adapters
+    Args:
+        change: adds to every call what it brings beside tokens.
+    """
+
+    def __init__(
+        self, session: Session, manifest: Manifest, change: Callable[[Batch], Batch] = lambda call: call
+    ) -> None:
+        self._session, self._change = session, change
         limits = manifest.limits
         longest = min(limits.prefill_chunk, limits.max_context - PREFIX, LONGEST)
         self._longest = max(longest - longest % 2, max(SIZES))
@@ -106,7 +97,7 @@ class _Probe:
         for row, prefix in enumerate(self._prefixes):
             ids = np.array([prefix], np.int64)
             call = Batch.of(phase, ids, np.zeros(1, np.int64), np.zeros((1, 0), np.int64), row)
-            self._session.run(replace(call, adapters=self._adapters[row : row + 1]))
+            self._session.run(self._change(call))
         cache = self._session.cache
         self._states = [cache.read_states(row, len(prefix)) for row, prefix in enumerate(self._prefixes)]
         most = max(SIZES)
@@ -153,7 +144,7 @@ class _Probe:
         rows, tokens = ids.shape
         indices = np.tile(np.arange(tokens - outputs, tokens), (rows, 1))
         call = Batch.of(phase, ids, past.astype(np.int64), indices)
-        logits: NDArray[np.float32] = self._session.run(replace(call, adapters=self._adapters[:rows])).copy()
+        logits: NDArray[np.float32] = self._session.run(self._change(call)).copy()
         return logits
 
     def _step(self, phase: Phase, rows: int) -> Values:
@@ -192,7 +183,7 @@ class _Probe:
         """Logits of a call that continues the prefixes, whose states the call before has changed."""
         for row, past in enumerate(call.past_lengths.tolist()):
             self._session.cache.write_states(row, past, self._states[row])
-        return self._session.run(replace(call, adapters=self._adapters[: len(call.input_ids)]))
+        return self._session.run(self._change(call))
 
     def _fill_cache(self, past: int, tokens: int) -> NDArray[np.generic]:
         """The cache's contents for ``tokens`` positions of row 0, [tokens, values]."""

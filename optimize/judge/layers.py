@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from llmc.bundle import LM_HEAD, LOGIT_ROWS, Manifest
 from llmc.bundle.contract import INPUTS
+from llmc.bundle.model.kinds import takes_whole_texts
 from llmc.bundle.model.names import EMBEDDING, HEAD
 from llmc.errors import BundleError
 from llmc.optimize.judge.quality import compare
@@ -198,8 +199,8 @@ class _Graph:
         return complete_feeds(self._model.graph, {**call, "text_lengths": lengths}, positions)
 
     def _calls(self, length: int, phase: Phase) -> Iterator[slice]:
-        """Tokens of each call: all at once through the prefill path and in diffusion models, else one at a time."""
-        step = length if phase is Phase.PREFILL or "seen_lengths" in self._asked else 1
+        """Tokens of each call: all through the prefill path and where calls take whole texts, else one at a time."""
+        step = length if phase is Phase.PREFILL or takes_whole_texts(self._geometry) else 1
         return (slice(start, start + step) for start in range(0, length, step))
 
     def _part(self, inputs: Sequence[str], outputs: Sequence[str]) -> Callable[[dict[str, Any]], list[Any]]:

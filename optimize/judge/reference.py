@@ -22,6 +22,7 @@ from llmc import __version__
 from llmc.bundle import ExportManifest, read_export
 from llmc.bundle.contract import INPUTS
 from llmc.bundle.model.cache import Cache
+from llmc.bundle.model.kinds import takes_whole_texts
 from llmc.bundle.model.names import EMBEDDING, HEAD, PER_LAYER, POSITIONS
 from llmc.exported import in_parallel, pieces, rows_of, sizes
 from llmc.ggml import LAYOUTS
@@ -61,20 +62,21 @@ class Reference:
 
         One pass over the weights.
         """
-        sees_padding = self.manifest.geometry.diffusion is not None
-        alone = sees_padding or any(len(it) > self.manifest.geometry.long_after > 0 for it in sequences)
+        geometry = self.manifest.geometry
+        long = any(len(it) > geometry.long_after > 0 for it in sequences)
+        alone = takes_whole_texts(geometry) or long  # tokens would see padding, or have the factors of the longest
         groups = [_pad([it]) for it in sequences] if alone else _groups(sequences)
         hidden = self._run_layers(groups, progress)
         rows = [row for group in hidden for row in self.last_norm(group)]
         return [row[: len(sequence)] for row, sequence in zip(rows, sequences, strict=True)]
 
     def results(self, sequences: Sequence[Sequence[int]], progress: Progress = silent) -> list[Float]:
-        """The vector or the score that an encoder makes of each sequence: float32 [width] each."""
+        """The vector or the score of each sequence: float32 [width] each."""
         geometry = self.manifest.geometry
-        assert geometry.encoder is not None
         hidden = self._run_layers([np.array([sequence], np.int64) for sequence in sequences], progress)
         ends = [{f"hidden.{geometry.layers}": rows, **self._feed(rows)} for rows in hidden]
-        return [self._run(known, geometry.encoder.result).reshape(-1) for known in ends]
+        (result,) = geometry.results
+        return [self._run(known, result).reshape(-1) for known in ends]
 
     def _run_layers(self, groups: Sequence[Ids], progress: Progress) -> list[Float]:
         """Hidden states [B, S, H] of each group of tokens [B, S] after the last layer."""

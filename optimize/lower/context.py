@@ -8,10 +8,11 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from llmc.bundle import Geometry, Limits, Recipe
+from llmc.bundle import DECODER_FILE, Geometry, Limits, Recipe
 from llmc.bundle.model.attention import Attention
 from llmc.bundle.model.encoder import SCORE
 from llmc.bundle.model.experts import Experts
+from llmc.bundle.model.kinds import find_evidence
 from llmc.bundle.model.linear import Linear
 from llmc.bundle.model.names import EMBEDDING, HEAD, SENSITIVE
 from llmc.errors import BuildError, UsageError
@@ -131,11 +132,16 @@ class LoweringContext:
     overwritten: int = 0
     # whether the residual stream is in another basis, see :mod:`llmc.optimize.lower.onnxruntime.rotation`
     rotated: bool = False
-    adapters: bool = False  # whether it is the graph for adapters
+    opened: bool = False  # whether calls bring factors that change its linears
     unsigned: bool = False  # whether the weights of integer products are uint8, see :class:`llmc.bundle.Target`
     hidden: tuple[int, ...] = ()  # borders of the hidden states that the graph gives to a draft head
     # weights of the norms of a rotated stream, by their names, once these are lowered
     gains: dict[str, Float] = field(default_factory=dict)
+
+    @property
+    def takes_prompts(self) -> bool:
+        """True if calls may have many tokens."""
+        return self.phase != "decode" or self.opened
 
     @property
     def table_rows(self) -> int:
@@ -173,6 +179,18 @@ class LoweringContext:
         return entry
 
 
+@dataclass(frozen=True)
+class GraphPlan:
+    """A graph of the export to lower, and its place in the bundle."""
+
+    name: str  # in the manifest
+    file: str
+    words: str  # for progress
+    passes: str  # key of :data:`llmc.optimize.passes.PASSES`
+    context: LoweringContext
+    source: str = DECODER_FILE  # the export's graph
+
+
 def choose_table_config(stored: QuantConfigs, geometry: Geometry, table: Linear) -> QuantConfig:
     """The storage of one of :attr:`Geometry.tables`. A tied embedding shares the head's bytes; any other table keeps
     the checkpoint's codes or, if it has none and the head has integers, 8 bits.
@@ -185,20 +203,6 @@ def choose_table_config(stored: QuantConfigs, geometry: Geometry, table: Linear)
     if table.codes is not None and not tied:
         return OwnCodes()
     return WeightOnly(Grid(8, head.grid.block)) if isinstance(head, WeightOnly) and not tied else head
-
-
-def without_rotation(recipe: Recipe) -> Recipe:
-    """The recipe of the graph for adapters, whose factors are in the basis of the checkpoint. Without rotation, nearest
-    rounding needs smaller blocks, and activations stay floats."""
-    block = min(recipe.block_size, HEAD_BLOCK) if recipe.rotates("decode") else recipe.block_size
-    return replace(recipe, block_size=block, rotated=(), activations="none")
-
-
-def choose_tower_configs(stored: QuantConfigs) -> QuantConfigs:
-    """The storage of a vision tower's linears: 8 bits in small blocks if the decoder has integers, because every image
-    suffers from the tower's errors."""
-    integers = isinstance(stored.body, WeightOnly)
-    return replace(stored, body=WeightOnly(Grid(8, HEAD_BLOCK)) if integers else stored.body, w8a8=None)
 
 
 def quant_configs(recipe: Recipe, geometry: Geometry) -> dict[str, QuantConfigs]:
@@ -228,8 +232,7 @@ def quant_configs(recipe: Recipe, geometry: Geometry) -> dict[str, QuantConfigs]
     )
     if recipe.precision == "source":
         layers = (*((part.name, _find_own_grid(part, single)) for part in geometry.coded), *layers)
-    listed = (*geometry.linears, *(geometry.vision.linears if geometry.vision else ()))
-    layers += tuple((linear.name, Computed() if single else Float32()) for linear in listed if linear.exact)
+    layers += tuple((it.name, Computed() if single else Float32()) for it in geometry.every_linear if it.exact)
     stored = QuantConfigs(weights[recipe.precision], head, layers)
     if single:
         w8a8 = Static(Grid(8, positive=True)) if static else None
@@ -268,7 +271,7 @@ def shares_head(recipe: Recipe, geometry: Geometry) -> bool:
     graphs = quant_configs(recipe, geometry).values()
     head = geometry.linear.get(HEAD)
     alike = len(graphs) == 2 and len({stored.of(HEAD) for stored in graphs}) == 1
-    return alike and geometry.head is None and head is not None and head.size >= LARGE_HEAD
+    return alike and find_evidence(geometry) == "prompts" and head is not None and head.size >= LARGE_HEAD
 
 
 def check_patterns(recipe: Recipe, modules: list[str]) -> None:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from llmc.bundle import MOST_STAGES, Geometry, Limits, MemoryPlan, Recipe
 from llmc.errors import ResourceError, UsageError
-from llmc.optimize.plan.memory import MB, memory_plan
+from llmc.optimize.plan.memory import memory_plan
+from llmc.optimize.plan.sizes import MB
 
 
 class Cut(NamedTuple):

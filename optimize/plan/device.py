@@ -5,7 +5,8 @@ from pathlib import Path
 from llmc.bundle import CACHE_BYTES, MOST_CANDIDATES, EngineConfig, Geometry, Limits, MemoryPlan, Part, Recipe
 from llmc.bundle.model.names import HEAD
 from llmc.optimize.lower.context import Computed, Float16, Float32, choose_table_config, quant_configs
-from llmc.optimize.plan.memory import HOST, INTERPRETER, LOGITS_COPIES, MB, activation_bytes, linear_bytes, table_bytes
+from llmc.optimize.plan.memory import HOST, LOGITS_COPIES
+from llmc.optimize.plan.sizes import INTERPRETER, MB, activation_bytes, linear_bytes, table_bytes
 from llmc.runtime.bench.phases import TOKENIZER_FACTOR
 from llmc.runtime.sessions.tensorrt.steps import KEPT_STEPS
 

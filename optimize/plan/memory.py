@@ -9,49 +9,32 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from llmc.bundle import CACHE_BYTES, Geometry, Limits, Manifest, MemoryPlan, Part, Recipe
-from llmc.bundle.model.diffusion import MOST_MASKS
 from llmc.bundle.model.experts import Experts
 from llmc.bundle.model.linear import Linear
 from llmc.bundle.model.names import EMBEDDING, HEAD, PER_LAYER
 from llmc.optimize.calibrate.text import JUDGED_WINDOW
-from llmc.optimize.lower.context import (
-    Computed,
-    Float16,
-    Mxfp4,
-    OwnCodes,
-    PerToken,
-    QuantConfig,
-    QuantConfigs,
-    Static,
-    WeightOnly,
-    choose_table_config,
-    choose_tower_configs,
-    quant_configs,
-    shares_head,
-    without_rotation,
+from llmc.optimize.lower.context import Mxfp4, QuantConfig, choose_table_config, quant_configs, shares_head
+from llmc.optimize.plan.adapters import count_opened_bytes, plan_factors
+from llmc.optimize.plan.sizes import (
+    BLOCK_COPIES,
+    INTERPRETER,
+    MB,
+    OPENED_GRAPH,
+    activation_bytes,
+    coded_bytes,
+    expert_bytes,
+    file_bytes,
+    linear_bytes,
+    offset_bytes,
+    reference_bytes,
+    table_bytes,
+    weight_bytes,
 )
-from llmc.optimize.lower.onnxruntime.experts import fit_block
-from llmc.optimize.quantize.grid import OFFSETS
+from llmc.optimize.plan.vision import count_reference_bytes, count_tower_bytes, plan_tower
 from llmc.optimize.recipe import needs_calibration
 from llmc.runtime.bench.phases import TOKENIZER_FACTOR
 from llmc.runtime.kv.budget import MemoryEstimate
-from llmc.runtime.vision.decode import DECODING_BYTES
-from llmc.runtime.vision.tower import KEPT_BYTES
 
-MB = 1_000_000
-# Python, numpy, tokenizers, jinja2 and onnxruntime after their import and the first run: half of it pages of libraries.
-INTERPRETER = 72 * MB
-# Nodes, kernels, threads and buffers of an opened graph.
-OPENED_GRAPH = 11 * MB
-# MatMulNBits packs, beside the scales that stay mapped, a copy of them and the sum of each block, in float32 as well.
-BLOCK_COPIES = 3
-# QMoE packs its weights and keeps what it packed them from: 137 MB of 90. MoE multiplies floats as they are mapped.
-EXPERT_COPIES = 1.5
-# The matrix that rotates the residual stream is packed for each of its two products.
-ROTATIONS = 2
-# Widest point of a layer: gate, up and their product, and residual, norm and attention's input and output. Twice, for
-# the engine's arena keeps what calls of another length have left.
-WIDE_ARRAYS, NARROW_ARRAYS = 2 * 3, 2 * 4
 # The engine's logits, and probabilities and their order while sampling.
 LOGITS_COPIES = 3
 
@@ -68,10 +51,6 @@ ROTATING = 2 * 4 + 2
 # The allocator gives back only part of that; what remains stays resident beside the finished bundle. The Q4_K_M file of
 # Qwen2.5-Coder-0.5B, whose largest matrix has 136 million weights, takes 1.84 GB to build.
 RETAINED = 2
-# A layer of the reference as the engine runs it: float32 weights folded from the stored type, and packed for kernels.
-REFERENCE_COPIES = 2
-# Between an expert's codes and its floats lie numbers, values and their products.
-EXPERT_STEPS = 4
 # TensorRT-RTX 1.7's builder with its kernels, and what it holds of each byte of weights beside the mapped file: slopes
 # between one layer and three of an 8B model. Floats are laid out anew, nibbles unpacked.
 ENGINE_LIBRARY = 350 * MB
@@ -85,60 +64,6 @@ GOLDEN_TOKENS = 40
 LOGITS_HELD = 4
 
 
-def linear_bytes(linear: Linear, config: QuantConfig, *, copies: int = 1, compute: int = 0) -> int:
-    """Bytes of a linear's weights as they are stored or held.
-
-    Args:
-        copies: of the scales of blocks, :data:`BLOCK_COPIES` in the engine for CPUs.
-        compute: bytes of an activation's value and of a scale on a GPU; 0 for CPUs, whose engine pads blocks, and makes
-            float32 of float16.
-    """
-    scale = compute or 4
-    match config:
-        case WeightOnly(grid):
-            blocks = grid.groups(linear.inputs)
-            inputs = linear.inputs if compute else blocks * grid.width(linear.inputs)
-            zeros = 0 if grid.symmetric else -(-blocks * grid.bits // 8)
-            sums = replace(linear, inputs=blocks)
-            offsets = linear_bytes(sums, WeightOnly(OFFSETS), copies=copies, compute=compute) if grid.shifted else 0
-            return linear.outputs * (inputs * grid.bits // 8 + scale * blocks * copies + zeros) + offsets
-        case PerToken() | Static():  # a byte each, and a scale for each output
-            return linear.size + scale * linear.outputs
-        case Computed():
-            return scale * linear.size
-        case Float16():
-            return (2 if compute else 4) * linear.size
-        case _:
-            return 4 * linear.size
-
-
-def expert_bytes(item: Experts, config: QuantConfig) -> int:
-    """Bytes of a mixture's experts as the engine holds them; 0 if it reads them in the mapped file."""
-    if isinstance(config, Mxfp4):
-        return 0
-    if isinstance(config, WeightOnly):
-        config = WeightOnly(fit_block(config.grid, item))
-    apart = item.activation != "silu"  # a product for each expert
-    stored = item.count * sum(linear_bytes(it, config, copies=BLOCK_COPIES if apart else 1) for it in item.parts)
-    return round(stored * (EXPERT_COPIES if isinstance(config, WeightOnly) and not apart else 1))
-
-
-def _coded_bytes(item: Experts) -> int:
-    """Two codes in a byte, and a byte for each block."""
-    return item.size // 2 + (item.size // item.codes.block if item.codes else 0)
-
-
-def weight_bytes(geometry: Geometry, recipe: Recipe, copies: int = 1) -> dict[str, int]:
-    """Bytes of each graph's linears and of a rotation by phase, norms and biases left out: they are a thousandth."""
-    rotation = 4 * geometry.hidden_size**2 * min(copies, ROTATIONS)
-    return {
-        phase: sum(linear_bytes(linear, stored.of(linear.name), copies=copies) for linear in geometry.linears)
-        + sum(expert_bytes(item, stored.stored(item.name)) for item in geometry.mixtures)
-        + (rotation if recipe.rotates(phase) else 0)
-        for phase, stored in quant_configs(recipe, geometry).items()
-    }
-
-
 def bundle_bytes(geometry: Geometry, recipe: Recipe, limits: Limits, tokenizer_bytes: int) -> int:
     """Bytes of a bundle on disk. Weights that both graphs store alike count once."""
     stored = dict[tuple[str, QuantConfig, bool], int]()
@@ -146,47 +71,17 @@ def bundle_bytes(geometry: Geometry, recipe: Recipe, limits: Limits, tokenizer_b
         rotated = recipe.rotates(phase)
         for linear in geometry.linears:
             config = configs.of(linear.name)
-            stored[linear.name, config, rotated and linear.name != HEAD] = _file_bytes(linear, config)
+            stored[linear.name, config, rotated and linear.name != HEAD] = file_bytes(linear, config)
         for item in geometry.mixtures:
             config = configs.stored(item.name)
-            parts = item.count * sum(_file_bytes(part, config) for part in item.parts)
-            stored[item.name, config, rotated] = _coded_bytes(item) if isinstance(config, Mxfp4) else parts
+            parts = item.count * sum(file_bytes(part, config) for part in item.parts)
+            stored[item.name, config, rotated] = coded_bytes(item) if isinstance(config, Mxfp4) else parts
         for table in geometry.tables:
             config = choose_table_config(configs, geometry, table)
             shares = geometry.tied_head and table.name == EMBEDDING
-            stored[table.name, config, False] = (_offset_bytes if shares else table_bytes)(table, config)
-    tower, linears = choose_tower_configs(configs), geometry.vision.linears if geometry.vision else ()
-    seen = sum(_file_bytes(linear, tower.of(linear.name)) for linear in linears)
-    adapters = sum(weight_bytes(geometry, without_rotation(recipe)).values()) if limits.adapters else 0
-    return sum(stored.values()) + seen + adapters + tokenizer_bytes
-
-
-def table_bytes(table: Linear, config: QuantConfig, compute: int = 0) -> int:
-    """Bytes of a table, on disk as in memory: rows are read where they are mapped. ``compute`` as of a linear."""
-    if isinstance(config, OwnCodes):
-        codes = table.codes
-        assert codes is not None
-        scales = (2 if codes.half else 4) * table.size // codes.block
-        return codes.bits * table.size // 8 + scales + _offset_bytes(table, config)
-    if isinstance(config, WeightOnly):
-        plain = WeightOnly(replace(config.grid, shifted=False))
-        return linear_bytes(table, plain, compute=compute) + _offset_bytes(table, config)
-    return linear_bytes(table, config, compute=compute) if compute else _file_bytes(table, config)
-
-
-def _offset_bytes(table: Linear, config: QuantConfig) -> int:
-    """Bytes of the offsets of a table's codes, which are float32: those of a head are rounded."""
-    kept = isinstance(config, OwnCodes) or (isinstance(config, WeightOnly) and config.grid.shifted)
-    return 4 * table.size // table.codes.block if kept and table.codes and table.codes.offsets else 0
-
-
-def _file_bytes(linear: Linear, config: QuantConfig) -> int:
-    return 2 * linear.size if isinstance(config, Float16) else linear_bytes(linear, config)
-
-
-def activation_bytes(geometry: Geometry, tokens: int, size: int) -> int:
-    """Bytes of the activations of a call of so many tokens, whose values have ``size`` bytes."""
-    return size * tokens * (WIDE_ARRAYS * geometry.widest + NARROW_ARRAYS * geometry.hidden_size)
+            stored[table.name, config, False] = (offset_bytes if shares else table_bytes)(table, config)
+    beside = count_tower_bytes(geometry, configs) + count_opened_bytes(geometry, limits, recipe)
+    return sum(stored.values()) + beside + tokenizer_bytes
 
 
 def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_bytes: int) -> MemoryPlan:
@@ -197,8 +92,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     pages the system takes back when memory is short.
     """
     graphs = quant_configs(recipe, geometry)
-    # An encoder takes a text in one call, and scores it against itself.
-    chunk = limits.max_context if geometry.encoder else min(limits.prefill_chunk, limits.max_context)
+    chunk = min(limits.prefill_chunk, limits.max_context)
     tables = {
         table.name: sum(table_bytes(table, form) for form in forms)
         for table in geometry.tables
@@ -207,21 +101,19 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     experts = sum(expert_bytes(it, stored.stored(it.name)) for stored in graphs.values() for it in geometry.mixtures)
     first = next(iter(graphs.values()))
     # Kernels read them in the mapped file, once for all graphs.
-    mapped = sum(_coded_bytes(item) for item in geometry.mixtures if first.stored(item.name) == Mxfp4())
+    mapped = sum(coded_bytes(item) for item in geometry.mixtures if first.stored(item.name) == Mxfp4())
     shared = 0
     if shares_head(recipe, geometry):
         shared = linear_bytes(geometry.linear[HEAD], graphs["decode"].of(HEAD), copies=BLOCK_COPIES)
-    results = geometry.encoder.width if geometry.encoder else geometry.vocab_size
-    rows = geometry.row_width if geometry.vision or geometry.head else 0
     ropes = {
         item.rope: item.rotary_dim * (2 if 0 < item.grows_after < limits.max_context else 1)
         for item in geometry.attentions
         if item.rope is not None
     }
-    # Scores of a chunk against all that is cached, a cosine and a sine for each half of a head, and rows of images, in
-    # float32.
-    per_length = 4 * (geometry.most_heads * chunk + sum(ropes.values()) * len(graphs) + rows)
-    logits = LOGITS_COPIES * 4 * results * (MOST_MASKS if geometry.diffusion else 1)
+    # Scores of a chunk against all that is cached, a cosine and a sine for each half of a head, and rows of
+    # embeddings, in float32.
+    per_length = 4 * (geometry.most_heads * chunk + sum(ropes.values()) * len(graphs) + geometry.row_width)
+    logits = LOGITS_COPIES * 4 * geometry.result_width * geometry.most_results
     return MemoryPlan().add(
         Part("engine", INTERPRETER + OPENED_GRAPH * len(graphs)),
         Part("tokenizer", TOKENIZER_FACTOR * tokenizer_bytes),
@@ -232,9 +124,9 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         Part("workspace", activation_bytes(geometry, chunk, 4), per_length=per_length),
         *_plan_caches(geometry, CACHE_BYTES[recipe.cache_type()], chunk),
         Part("logits", per_row=logits),
-        *_plan_adapters(geometry, limits, recipe),
+        *plan_factors(geometry, limits, recipe),
         Part("per-layer table", tables.get(PER_LAYER, 0), beside=True),
-        *_plan_tower(geometry, limits, choose_tower_configs(first)),
+        *plan_tower(geometry, limits, first),
     )
 
 
@@ -246,28 +138,6 @@ def _plan_caches(geometry: Geometry, size: int, chunk: int) -> Iterator[Part]:
     yield from (Part("cache", per_position=count, window=most, of_layers=True) for most, count in held.items())
     states = sum(cache.bytes(0, size) for cache in geometry.caches)
     yield Part("states", per_row=states, of_layers=True)
-
-
-def _plan_adapters(geometry: Geometry, limits: Limits, recipe: Recipe) -> Iterator[Part]:
-    """The graph for adapters, the factors of as many as may be loaded, and a copy of them for each row."""
-    if limits.adapters:
-        opened = [linear for linear in geometry.linears if linear.is_open]
-        factors = 4 * limits.rank * sum(linear.inputs + linear.outputs for linear in opened)
-        *_, weights = weight_bytes(geometry, without_rotation(recipe), BLOCK_COPIES).values()  # packed once more
-        yield Part("adapters", OPENED_GRAPH + weights + limits.adapters * factors, per_row=factors)
-
-
-def _plan_tower(geometry: Geometry, limits: Limits, stored: QuantConfigs) -> Iterator[Part]:
-    """The tower: weights, activations, an image that is decoded for it, and rows that are kept. No image has more
-    tokens than the context."""
-    if (vision := geometry.vision) is None:
-        return
-    patches, first = (vision.square // vision.patch) ** 2 * min(vision.most_rows, limits.max_context), vision.linears[0]
-    widest = max(linear.outputs for linear in vision.linears if linear.layer is not None)
-    weights = sum(linear_bytes(linear, stored.of(linear.name), copies=BLOCK_COPIES) for linear in vision.linears)
-    activations = 4 * patches * (WIDE_ARRAYS * widest + NARROW_ARRAYS * first.outputs)
-    # An image is decoded while another one may be computed.
-    yield Part("tower", OPENED_GRAPH + weights + activations + KEPT_BYTES + DECODING_BYTES)
 
 
 def plan_build(
@@ -332,7 +202,7 @@ def _engine(device: MemoryPlan, recipe: Recipe, one_memory: bool) -> dict[str, i
 
 def _largest(geometry: Geometry) -> int:
     parts: list[Linear | Experts] = [*geometry.linears, *geometry.mixtures]
-    return max(_coded_bytes(part) if isinstance(part, Experts) and part.codes else part.size for part in parts)
+    return max(coded_bytes(part) if isinstance(part, Experts) and part.codes else part.size for part in parts)
 
 
 def _estimate_judging(
@@ -341,21 +211,13 @@ def _estimate_judging(
     """The finished bundle, loaded, beside what quantizing left, and the reference or its logits, which take turns."""
     plan = memory_plan(geometry, limits, recipe, tokenizer_bytes)
     run = plan.parts(min(limits.max_context, tokens))
-    layer = _largest_layer(geometry, _referred_bytes)
-    tower = sum(map(_referred_bytes, geometry.vision.linears)) if geometry.vision else 0
+    layer = _largest_layer(geometry, reference_bytes)
     return {
         **run,
         "engine": run["engine"] + BUILDER,
         "left from quantizing": RETAINED * _largest(geometry),
-        "reference": max(layer, tower, LOGITS_HELD * 4 * tokens * geometry.vocab_size),
+        "reference": max(layer, count_reference_bytes(geometry), LOGITS_HELD * 4 * tokens * geometry.vocab_size),
     }
-
-
-def _referred_bytes(part: Linear | Experts) -> int:
-    """Bytes of a part in the reference, which makes floats of one expert in MXFP4 at a time."""
-    if isinstance(part, Experts) and part.codes:
-        return _coded_bytes(part) + EXPERT_STEPS * 4 * part.size // part.count
-    return REFERENCE_COPIES * 4 * part.size
 
 
 def _largest_layer(geometry: Geometry, count: Callable[[Linear | Experts], int] = lambda part: part.size) -> int:

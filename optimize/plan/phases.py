@@ -47,7 +47,7 @@ def plan_phases(
         run = plan_run(memory_plan(geometry, limits, chosen, tokenizer), wider, limits.max_context, batch)
         run = replace(run, graphs=_compare_graphs(geometry, request, abilities, tokenizer))
         runs = [
-            plan_run(cut.memory, wider, limits.max_context, batch).of_stage(number, cut.layers, box)
+            plan_run(cut.memory, wider, limits.max_context, batch).of_part(f"stage {number}", cut.layers, box)
             for number, (cut, box) in enumerate(zip(cuts, boxes, strict=True))
         ]
         build = replace(build, seconds=seconds, writes=on_disk, precision=chosen.precision)

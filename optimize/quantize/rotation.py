@@ -1,8 +1,8 @@
 """Orthogonal matrices that spread what a few channels hold over all of them, so that 8 bits lose less of it.
 
 For an orthogonal Q, x W^T = (x Q) (W Q)^T, and where x has outliers the largest value of x Q is near its root mean
-square. Source: QuaRot (Ashkboos et al. 2024, arXiv:2404.00456), section 4: its stage 1a is the rotation of the residual
-stream, its stage 1c that of the inputs of ``down_proj``, here in blocks.
+square. Source: QuaRot (Ashkboos et al. 2024, arXiv:2404.00456), section 4: 1a is the residual stream, 1c the inputs
+of ``down_proj``, here in blocks.
 """
 
 from functools import lru_cache

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import llmc
 from llmc.bundle import MOST_ADAPTERS, MOST_RANK, TWO_OF_FOUR, Budget, Geometry, Limits, Recipe, version
-from llmc.bundle.model.kinds import allows, kinds_of, refuse
+from llmc.bundle.model.kinds import allows, kinds_of, refuse, takes_whole_texts
 from llmc.bundle.model.names import SENSITIVE
 from llmc.errors import UsageError, format_name, format_value, printable
 from llmc.optimize.recipe.engine import EngineRequest
@@ -264,7 +264,7 @@ def settle(request: BuildRequest, geometry: Geometry, target: Capabilities) -> t
     Raises UsageError: as there, or the request does not go with the model."""
     refuse(geometry, *request.features(target))
     kinds = kinds_of(geometry)
-    if any(kind.whole_texts for kind in kinds):
+    if takes_whole_texts(geometry):
         context = either(request.max_context, min(geometry.max_positions, WHOLE_CONTEXT))
         chunk = context if allows(geometry, "cache") else request.prefill_chunk
         request = replace(request, max_context=context, prefill_chunk=chunk)
@@ -279,8 +279,8 @@ def settle(request: BuildRequest, geometry: Geometry, target: Capabilities) -> t
     )
     if request.cache is None and _halves_cache(recipe, geometry, target):
         recipe = replace(recipe, cache="float16")
-    least = geometry.vision.least_chunk if geometry.vision else 1
-    return recipe, replace(limits, prefill_chunk=min(limits.max_context, max(limits.prefill_chunk, least)))
+    chunk = max(limits.prefill_chunk, geometry.least_chunk)
+    return recipe, replace(limits, prefill_chunk=min(limits.max_context, chunk))
 
 
 def _halves_cache(recipe: Recipe, geometry: Geometry, target: Capabilities) -> bool:
@@ -312,8 +312,7 @@ def resolve(
     """Fill in the defaults and refuse what the target or the model cannot do.
 
     ``calibrated`` tells that the build can calibrate, ``coded`` that the checkpoint stores integers, ``rotates`` that
-    the model's residual stream can be rotated, ``one_graph`` that two would hold most of its weights twice, as those of
-    experts, or that it is a draft head which reads one token at a time, or embeds or ranks.
+    the model's residual stream can be rotated, ``one_graph`` that one graph leaves activations in floats.
 
     Raises:
         UsageError: a value is out of range, contradicts another one or is not supported by the target.

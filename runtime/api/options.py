@@ -6,7 +6,7 @@ from enum import Enum
 from pathlib import Path
 
 from llmc.bundle import Invariance, Manifest
-from llmc.bundle.model.kinds import kinds_of
+from llmc.bundle.model.kinds import takes_whole_texts
 from llmc.errors import UsageError
 from llmc.runtime.sampling.ranges import Range, integer, one_of, optional
 from llmc.runtime.tools.formats import FORMATS
@@ -88,7 +88,7 @@ _RANGES = {
 
 def check_level(manifest: Manifest, level: Determinism) -> None:
     """Refuse a level of determinism that the bundle's arithmetic did not keep when it was built."""
-    if level is Determinism.FAST or any(kind.whole_texts for kind in kinds_of(manifest.geometry)):
+    if level is Determinism.FAST or takes_whole_texts(manifest.geometry):
         return
     decode = manifest.graphs["decode"].invariance
     prefill = manifest.graphs["prefill"].invariance
@@ -110,24 +110,6 @@ def check_level(manifest: Manifest, level: Determinism) -> None:
             "determinism",
             f"is {level.value!r}, but in the build results depended on the number of {', '.join(missing)}",
             "build the bundle on this kind of machine, or with --fp32, or use determinism 'fast'",
-        )
-
-
-def check_adapters(manifest: Manifest, level: Determinism) -> None:
-    """Refuse adapters at a level of determinism that their graph did not keep in the build."""
-    graph, rows = manifest.adapter_graph, manifest.graphs["decode"].invariance.rows
-    if graph is None:  # the bundle has no room for adapters
-        return
-    seen = graph.invariance
-    if level is Determinism.BATCH:
-        kept = 0 < seen.rows <= max(rows, 1) and seen.tokens > 0
-    else:
-        kept = level is Determinism.FAST or (seen.tokens > 0 and seen.outputs > 0)
-    if not kept:
-        raise UsageError(
-            "determinism",
-            f"is {level.value!r}, which calls with adapters did not keep in the build",
-            "use 'fast', or merge the adapter at export",
         )
 
 

@@ -91,7 +91,7 @@ def plan_bundle(manifest: Manifest, context: int | None, batch: int) -> list[Mem
             raise UsageError(name, f"is {value}, the bundle was built for {most}", "build with a larger one")
     run = plan_load(manifest, context, batch)
     if manifest.stage.borders[1:]:
-        run = run.of_stage(manifest.stage.number, manifest.list_layers())
+        run = run.of_part(f"stage {manifest.stage.number}", manifest.list_layers())
     if manifest.device is None:
         return [run]
     # An engine's cache has the size that it was built for, whatever the context.

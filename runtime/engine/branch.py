@@ -50,11 +50,6 @@ class Branch(Slot, ABC):
         return self.group.request
 
     @property
-    def names(self) -> Sequence[int]:
-        """Its context as the prefix cache knows it: image tokens are named by the contents of images."""
-        return self.context if self.images is None else self.images.name_tokens(self.context)
-
-    @property
     def adapter(self) -> Adapter | None:
         return self.group.request.adapter
 
@@ -193,6 +188,10 @@ class RequestState:
         self.truncated_tokens = 0
         self.place: tuple[int, int] = (0, 0)  # in the queue
         self.comparing = False  # True while its finished samples are compared
+
+    def release(self) -> None:
+        """Free what it holds: the place of an adapter is free after the last request for it."""
+        self.adapter = None
 
     @property
     def deadline(self) -> float:

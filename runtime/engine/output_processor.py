@@ -97,7 +97,7 @@ class OutputProcessor:
         request.timeline.finish(reason)
         # A kept traceback would keep everything that its frames saw; a failure inside still has it, in its cause.
         request.collector.end(result() if result else None, None if error is None else error.with_traceback(None))
-        request.adapter = None  # its place is free after the last request
+        request.release()
         with suppress(Exception):  # a handler of the application's may fail
             if log.isEnabledFor(logging.INFO):
                 event(log, "request ended", **vars(request.timeline.metrics()))

@@ -55,8 +55,8 @@ class Sample(Branch):
         return self.tokens[len(self.request.prompt) :]
 
     @property
-    def ranks(self) -> bool:
-        return self.sampler.ranks
+    def takes_ranked(self) -> bool:
+        return self.sampler.takes_ranked
 
     @property
     def slid(self) -> bool:

@@ -122,7 +122,7 @@ class MemoryEstimate:
     # what a bundle takes with one graph and with two, where that is a choice: see GRAPHS
     graphs: dict[str, Sizes] = field(default_factory=dict)
     box: int = 0  # bytes of the box that it is for, 0 where that is this machine
-    layers: range | None = None  # that it runs of a model in stages; None of a whole one
+    layers: range | None = None  # that it runs; None for all
     writes: int = 0  # bytes that the phase writes to disk, 0 for none; `precision` of the weights among them
     precision: str = ""
 
@@ -130,9 +130,9 @@ class MemoryEstimate:
     def total(self) -> int:
         return sum(self.parts.values())
 
-    def of_stage(self, number: int, layers: range, box: int = 0) -> "MemoryEstimate":
-        """This as that of a stage of a model, which its name says."""
-        return replace(self, phase=f"run stage {number}", layers=layers, box=box)
+    def of_part(self, name: str, layers: range, box: int = 0) -> "MemoryEstimate":
+        """This estimate for a part of a model."""
+        return replace(self, phase=f"run {name}", layers=layers, box=box)
 
     def verdict(self, available: int) -> Verdict:
         context = largest(self.limits.max_context, lambda n: self.needed(n, self.batch), available)

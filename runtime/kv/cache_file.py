@@ -27,7 +27,7 @@ DIGEST_BYTES = 16
 HEAD_BYTES = 256  # what a file takes beside its values, at most
 STAGING = ".staging-"
 
-NO_NAMES = ("",)  # of chains of a model without adapter or scope
+NO_NAMES = ("",)  # of chains that depend on nothing else
 
 # Shape and type of a block.
 Form = tuple[tuple[int, ...], np.dtype[Any]]

@@ -18,7 +18,7 @@ class TornError(Exception):
 
 @dataclass(frozen=True)
 class Window:
-    """A call of a diffusion model for one row."""
+    """A call for one row that brings its own tokens."""
 
     start: int  # position of the first token
     tokens: list[int]
@@ -36,11 +36,11 @@ class Slot:
     drafts: list[int] = field(default_factory=list)  # guesses at its next tokens, to be verified in this step
     stop: int = 0  # position at which a call that feeds the context ends, 0: none
     images: ImageRows | None = None  # the images that some tokens stand for
-    window: Window | None = None  # this step's call of a diffusion model
+    window: Window | None = None  # this step's call, where that is not its last token and drafts
     together: ClassVar[bool] = False  # whether it steps with the others of its request
 
     @property
-    def ranks(self) -> bool:
+    def takes_ranked(self) -> bool:
         """True if the most probable tokens may be all that its next token is chosen from."""
         return False
 
@@ -50,9 +50,28 @@ class Slot:
         return None
 
     @property
+    def is_text(self) -> bool:
+        """True if no row of embeddings takes the place of a token."""
+        return self.images is None
+
+    @property
+    def names(self) -> Sequence[int]:
+        """Its context as the prefix cache knows it: image tokens are named by the contents of images."""
+        return self.context if self.images is None else self.images.name_tokens(self.context)
+
+    def fit_end(self, start: int, end: int) -> int:
+        """The end of a chunk from ``start``, moved so that it cuts nothing that has to be fed whole."""
+        return end if self.images is None else self.images.fit_end(start, end, len(self.context))
+
+    @property
+    def has_own_graph(self) -> bool:
+        """True if its tokens are computed by another graph than those of most rows."""
+        return self.adapter is not None
+
+    @property
     def is_fed_alone(self) -> bool:
         """True if its prompt shares no call: it has images, or an adapter, which take graphs of their own."""
-        return self.images is not None or self.adapter is not None
+        return self.images is not None or self.has_own_graph
 
     @property
     def text_length(self) -> int:

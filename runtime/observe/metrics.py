@@ -50,7 +50,7 @@ class RequestMetrics:
     accepted: int
     overflows: int  # how often the context was cut, as the request's overflow policy allows
     finish_reason: str | None
-    calls: int = 0  # model calls of a diffusion model for its answer; 0 for other models
+    calls: int = 0  # calls of the model for an answer that is not made token by token; 0 for others
 
 
 @dataclass

@@ -18,10 +18,11 @@ import numpy as np
 
 from llmc.bundle import Manifest
 from llmc.bundle.contract import BROUGHT, INPUTS
-from llmc.bundle.model.diffusion import MOST_MASKS
+from llmc.runtime.api.adapters import list_step_graphs
 from llmc.runtime.api.options import Determinism, in_pairs
 from llmc.runtime.kv.rows import Rows, Slot, Window
 from llmc.runtime.observe.metrics import EngineMetrics
+from llmc.runtime.runner.adapters import add_factors
 from llmc.runtime.runner.ahead import StepsAhead
 from llmc.runtime.runner.costs import StepCosts
 from llmc.runtime.runner.prefill import Floats, list_sharing, make_shared_batch, prefill
@@ -52,17 +53,17 @@ class Policy:
     even: bool = False  # calls of one row have an even number of tokens; the last may be a dummy, written again later
     shares_prefill: bool = False  # prompts that wait together may be fed in one call
     shares_windows: bool = False  # windows of equal length may share a call
-    adapters_apart: bool = False  # rows with adapters, which take another graph, share no call with rows without
-    turns: int = 1  # groups of rows that take turns in a model's stages
+    graphs_apart: bool = False  # rows that take another graph share no call with others
+    turns: int = 1  # groups of rows whose steps are begun in turn
 
     @classmethod
     def of(cls, level: Determinism, session: Session, manifest: Manifest, max_rows: int) -> "Policy":
         """The policy of ``level``, for a session of up to ``max_rows`` rows."""
         graphs = manifest.graphs
         if level is Determinism.BATCH:
-            return cls(in_pairs=in_pairs(manifest, level) and max_rows > 1, adapters_apart=True)
+            return cls(in_pairs=in_pairs(manifest, level) and max_rows > 1, graphs_apart=True)
         if level is Determinism.STRICT:
-            steps = [graph.invariance for graph in (graphs["decode"], manifest.adapter_graph) if graph is not None]
+            steps = [graph.invariance for graph in list_step_graphs(manifest)]
             return cls(row_by_row=True, even=any(not it.single or it.rows != 1 or it.tokens == 2 for it in steps))
         split = graphs["prefill"].file != graphs["decode"].file
         graph_from = PREFILL_GRAPH_FROM.get(_find_precision(manifest), NEVER) if split else NEVER
@@ -106,6 +107,7 @@ class ModelRunner:
         self.long_after = manifest.geometry.long_after
         self._asks_more = any(it.when(manifest.geometry) for it in INPUTS.values() if it not in BROUGHT)
         self._gives_last_rows = manifest.geometry.shares
+        self._most_results = manifest.geometry.most_results
         self._strict = level is Determinism.STRICT
         self._last = _zeros(0, Phase.DECODE, 0)  # step without drafts
         turns = self._policy.turns
@@ -146,7 +148,7 @@ class ModelRunner:
             return
 
         def kind(sequence: _S) -> tuple[bool, int, bool]:
-            apart = self._policy.adapters_apart and sequence.adapter is not None
+            apart = self._policy.graphs_apart and sequence.has_own_graph
             return bool(sequence.drafts), len(sequence.window.tokens) if sequence.window else 0, apart
 
         for (drafted, tokens, _), neighbours in groupby(sequences, kind):
@@ -154,7 +156,11 @@ class ModelRunner:
             most = 1 if drafted else len(group)
             if tokens:
                 masks = max(len(sequence.window.outputs) for sequence in group if sequence.window)
-                most = max(1, min(self._chunk // tokens, MOST_MASKS // masks)) if self._policy.shares_windows else 1
+                most = (
+                    max(1, min(self._chunk // tokens, self._most_results // masks))
+                    if self._policy.shares_windows
+                    else 1
+                )
             for start in range(0, len(group), most):
                 part = group[start : start + most]
                 yield part, partial(self.execute, part)
@@ -200,10 +206,7 @@ class ModelRunner:
             starts, tokens = call.past_lengths.tolist(), call.input_ids.shape[1]
             pairs = zip(slots, starts, strict=False)
             call = call.feed_rows([slot.feeds(start, start + tokens) for slot, start in pairs])
-        adapters = [slot.adapter for slot in slots]
-        if not any(adapters):
-            return call
-        return replace(call, adapters=(*adapters, *[None] * (len(call.input_ids) - len(adapters))))
+        return add_factors(call, slots)
 
     def phase(self, tokens: int) -> Phase:
         """The graph for a call of so many tokens."""
@@ -239,7 +242,7 @@ class ModelRunner:
     def _run(self, call: Batch, slots: Sequence[Slot] = ()) -> Floats:
         """Make a call; some of ``slots`` may do with candidates instead of logits."""
         rows, tokens = call.input_ids.shape
-        run = self.session.rank if any(slot.ranks for slot in slots) else self.session.run
+        run = self.session.run_ranked if any(slot.takes_ranked for slot in slots) else self.session.run
         start = time.perf_counter()
         logits: Floats = run(call)
         seconds = time.perf_counter() - start

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from llmc.errors import RequestError
 from llmc.runtime.kv.rows import Slot
+from llmc.runtime.runner.adapters import add_factors
 from llmc.runtime.sessions import Batch, Phase, Session
 
 Floats = NDArray[np.float32]
 
-# Queries per tile of ONNX Runtime's attention on CPUs.
+# Queries that ONNX Runtime's attention on CPUs computes at a time.
 ATTENTION_TILE = 64
 # Most tokens of a call that prompts share. In larger calls reading weights is a sixth of the time (0.5B, int4, two
 # cores), and prompts wait longer for each other than for their turn.
@@ -39,11 +40,11 @@ def prefill(
     while (start := sequence.cached) < total:
         end = next_end(start, total, size) if phase is Phase.PREFILL else start + 1
         end = sequence.stop if start < sequence.stop < end else end
-        end = end if sequence.images is None else sequence.images.fit_end(start, end, total)
+        end = sequence.fit_end(start, end)
         outputs = range(end - start) if every else [end - start - 1] if end == total else []
         ids = np.array([sequence.context[start:end]], np.int64)
         call = batch(phase, ids, [start], outputs, sequence.row).feed(**sequence.feeds(start, end))
-        logits = run(call if sequence.adapter is None else replace(call, adapters=(sequence.adapter,)))
+        logits = run(add_factors(call, [sequence]))
         sequence.cached = end
         yield logits[0]
 
@@ -51,7 +52,7 @@ def prefill(
 def next_end(start: int, total: int, size: int) -> int:
     """The end of the chunk from ``start``: about ``size`` tokens on, an even number, and no single token is left.
 
-    No call has 64 k + 1 tokens: attention works in tiles of 64 queries, and a lone last one takes other code, so its
+    No call has 64 k + 1 tokens: attention computes 64 queries at a time, and a lone last one takes other code, so its
     result would depend on where the prompt is cut.
     """
     end = start + max(2, size - size % 2)

@@ -191,13 +191,13 @@ def _processors(context: SamplingContext) -> Processor | None:
         for processor in context.processors:
             name = getattr(processor, "__qualname__", type(processor).__qualname__)
             where = f"the logits processor {name} at position {len(tokens)}"
-            lent = logits[:]  # a view: the processor may change its shape, type and flags
+            view = logits[:]  # the processor may change its shape, type and flags
             try:
-                result = processor(frozen, lent)
+                result = processor(frozen, view)
             except BaseException as error:  # SystemExit too ends the request, not the engine
                 raise ProcessorError(f"{where} raised {text_of(error)}; correct it") from error
             _check_result(where, result, logits)
-            if result is not lent:
+            if result is not view:
                 np.copyto(logits, result)  # later steps write into it
         return logits
 

@@ -70,7 +70,7 @@ class Sampler:
         self._mirostat = next((cut for cut in cuts.values() if isinstance(cut, Mirostat)), None)
         self._guide, self._top = guide, top
         self.seed = seed
-        self.ranks = not processors and (seed is None or not CLOSING.isdisjoint(cuts))
+        self.takes_ranked = not processors and (seed is None or not CLOSING.isdisjoint(cuts))
         """True if the most probable tokens may decide; processors and other cuts need all logits."""
 
     def __call__(self, logits: Logits | Ranked, tokens: Sequence[int]) -> Choice:
@@ -99,7 +99,7 @@ class Sampler:
 
     def _choose_ranked(self, ranked: Ranked, position: int) -> Choice:
         """The choice that the whole row would give. Raises UndecidedError: only the whole row can decide."""
-        if not self.ranks:
+        if not self.takes_ranked:
             raise UndecidedError
         token = ranked.best() if self.seed is None else self._draw(ranked.candidates(), position, self.seed)
         return Choice(token, None if self._top is None else candidate_logprobs(ranked, token, self._top))

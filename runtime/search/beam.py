@@ -121,13 +121,13 @@ class BeamSearch:
         best = most_probable(scores.reshape(-1), (1 + max(1, len(self._eos))) * self.width)
         going: list[_Beam] = []
         ended: list[Hypothesis] = []
-        for rank, (parent, token) in enumerate(zip(*np.unravel_index(best, scores.shape), strict=True)):
+        for number, (parent, token) in enumerate(zip(*np.unravel_index(best, scores.shape), strict=True)):
             beam = self._beams[parent]
             grown = _Beam((*beam.tokens, int(token)), float(scores[parent, token]), beam.row)
             reason = self._end_of(grown.tokens)
             if reason is None:
                 going.append(grown)
-            elif rank < self.width:
+            elif number < self.width:
                 ended.append(Hypothesis(grown.tokens, self._normalise(grown.score, len(grown.tokens)), reason))
         self._finished = sorted([*self._finished, *ended], key=_by_score)[: self.width]
         going = going[: self.width]

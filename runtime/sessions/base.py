@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from llmc.bundle import Geometry
 from llmc.bundle.contract import INPUTS
+from llmc.bundle.model.kinds import takes_whole_texts
 from llmc.errors import BundleError
 from llmc.runtime.kv.cache import KVCache
 from llmc.runtime.sessions.adapters import Adapter
@@ -110,7 +111,7 @@ class Session(ABC):
         changes_kernels: whether calls of several tokens may get other kernels, which round otherwise, while it runs.
         packs_rows: whether rows of a call of prefill may have different numbers of new tokens.
         turns: groups of rows whose steps it computes at the same time, if those are begun ahead of :meth:`run`.
-        exact: whether hidden states keep their bits on the way through a model in stages.
+        exact: whether hidden states keep their bits on the way from box to box.
         sees_all: whether all tokens of a call see one another.
         hidden: float32 [B, S, W] of the last call, if the bundle gives hidden states to a draft head, [B, O, W] where
             layers read caches of others, and [B, O, N] of such a head; the next call may reuse the array.
@@ -127,14 +128,14 @@ class Session(ABC):
 
     def __init__(self, geometry: Geometry) -> None:
         self._logits: NDArray[np.float32] = np.empty((0, 0, geometry.vocab_size), np.float32)
-        self.sees_all = geometry.diffusion is not None
+        self.sees_all = takes_whole_texts(geometry)
 
     @abstractmethod
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits float32 [B, O, vocab], of a stage before the last hidden states; the next call may reuse the array, so
         copy what must outlive it."""
 
-    def rank(self, batch: Batch) -> NDArray[Any]:
+    def run_ranked(self, batch: Batch) -> NDArray[Any]:
         """:meth:`run` where the most probable tokens may suffice: its logits, or [B, O] of
         :class:`llmc.runtime.sampling.ranked.Ranked`, which the next call makes worthless."""
         return self.run(batch)

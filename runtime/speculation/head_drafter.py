@@ -50,8 +50,8 @@ class HeadDrafter(ModelDrafter):
 
     def watch(self, slot: Any, past: int, hidden: Floats) -> None:
         """Take in the hidden states [n, W] of tokens that were just fed to the model, from the position ``past`` on, if
-        drafts may follow; not beside images, whose tokens a head does not see."""
-        if not slot.speculates or slot.images is not None:
+        drafts may follow; only in texts, for a head does not see other rows."""
+        if not (slot.speculates and slot.is_text):
             return
         sequence = self._sequence(slot.key)
         if not sequence.end <= past <= sequence.end + len(sequence.waiting):
@@ -135,7 +135,7 @@ class AssistantDrafter(HeadDrafter):
 
     def watch(self, slot: Any, past: int, hidden: Floats) -> None:
         """Keep the last hidden states [n, W] of a sequence, as many as drafts and the token before them have."""
-        if slot.speculates and slot.images is None:
+        if slot.speculates and slot.is_text:
             skipped = max(0, len(hidden) - LONGEST - 1)
             self._seen[slot.key] = slot, past + skipped, hidden[skipped:].copy()
 

@@ -14,7 +14,7 @@ from prompt_toolkit.input import create_pipe_input
 
 from llmc.bundle import FileEntry, Manifest
 from llmc.cli.main import main
-from llmc.runtime.selftest import VerifyReport
+from llmc.runtime.selftest.values import VerifyReport
 
 if TYPE_CHECKING:
     from llmc.optimize.build import BuildReport

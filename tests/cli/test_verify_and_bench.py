@@ -10,7 +10,7 @@ import pytest
 
 from llmc.cli.bench import benchmark_rows
 from llmc.runtime.bench.benchmark import BenchmarkReport
-from llmc.runtime.selftest import VerifyReport
+from llmc.runtime.selftest.values import VerifyReport
 
 COMMON: dict[str, Any] = {
     "bundle": "b",

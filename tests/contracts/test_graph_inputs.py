@@ -21,7 +21,7 @@ PLAIN = {
     "hidden": [[[0] * 4] * 3] * 2,
     "cache_slots": [0, 1, 2, 3, 4],
 }
-OWN = {"axes": 3, "width": 4}
+OWN = {"coordinates": 3, "width": 4}
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ BREACHES = [
     ("optimize/__init__.py", "import llmc.cli", HOUSE),
     ("optimize/__init__.py", "import llmc.export", HOUSE),
     ("export/__init__.py", "import llmc.optimize", HOUSE),
-    ("runtime/selftest.py", "import llmc.runtime.loading", RUNTIME),
+    ("runtime/selftest/values.py", "import llmc.runtime.loading", RUNTIME),
     ("runtime/loading.py", "import llmc.runtime.diagnose.doctor", RUNTIME),
     ("runtime/engine/branch.py", "import llmc.runtime.loading", RUNTIME),
     ("runtime/speculation/control.py", "import llmc.runtime.engine.scheduler", RUNTIME),

@@ -1,17 +1,18 @@
 """Bundles of diffusion models: one graph, calibrated and judged on texts of which half is masks."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from doubles import diffusing
+from doubles.geometries import uniform
 
 from llmc.bundle import Budget, read_bundle
 from llmc.bundle.model.diffusion import Diffusion
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.build import build
-from llmc.optimize.calibrate.text import hide_half
-from llmc.optimize.judge.golden import find_targets
+from llmc.optimize.calibrate.diffusion import find_targets, hide_half
 from llmc.optimize.judge.layers import layer_errors
 from llmc.optimize.judge.reference import Reference
 from llmc.optimize.recipe import BuildRequest, Request
@@ -50,11 +51,12 @@ def test_integers_stay_close_to_the_model(family: str, precision: str, diffusion
 
 
 def test_texts_are_judged_where_their_tokens_are_hidden():
-    ids = np.arange(10, 110)
-    fed = hide_half(ids, Diffusion(3, 1))
-    rows, targets = find_targets(ids, fed, Diffusion(3, 1))
+    ids, plain = np.arange(10, 110), uniform("qwen2", 1, 64, 64, 2, 2, 16, 96, 128, False, (0,))
+    masked = replace(plain, diffusion=Diffusion(3, 1))
+    fed = hide_half(ids, masked)
+    rows, targets = find_targets(ids, fed, masked)
     assert 30 < len(rows) < 70 and (targets == ids[rows + 1]).all() and (fed[rows + 1] == 3).all()
-    assert (hide_half(ids, None) == ids).all()
+    assert (hide_half(ids, plain) == ids).all()
 
 
 def test_two_graphs_and_a_cache_of_halves_give_the_same_tokens(diffusion_models: Path, tmp_path: Path):

@@ -37,7 +37,7 @@ from llmc.runtime import Model, Request, SamplingParams, load
 from llmc.runtime.api.handle import Handle
 from llmc.runtime.loading import verify
 from llmc.runtime.runner.prefill import batch
-from llmc.runtime.selftest import VECTOR_TOLERANCE
+from llmc.runtime.selftest.values import VECTOR_TOLERANCE
 from llmc.runtime.sessions import Phase
 from llmc.runtime.speculation.head_drafter import AssistantDrafter, HeadDrafter
 

@@ -26,7 +26,8 @@ from llmc.optimize.lower.onnxruntime import cpu_linears
 from llmc.optimize.lower.rotary import rotary_tables
 from llmc.optimize.passes import PASSES, lower
 from llmc.optimize.plan.device import device_plan
-from llmc.optimize.plan.memory import memory_plan, plan_build, weight_bytes
+from llmc.optimize.plan.memory import memory_plan, plan_build
+from llmc.optimize.plan.sizes import weight_bytes
 from llmc.optimize.progress import silent
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import BuildRequest, Request, resolve

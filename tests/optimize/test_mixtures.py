@@ -11,7 +11,7 @@ from llmc.optimize.build import build
 from llmc.optimize.calibrate.layers import Read, calibrate
 from llmc.optimize.lower.context import WeightOnly, quant_configs
 from llmc.optimize.lower.onnxruntime.experts import fit_block
-from llmc.optimize.plan.memory import BLOCK_COPIES, EXPERT_COPIES, expert_bytes, linear_bytes
+from llmc.optimize.plan.sizes import BLOCK_COPIES, EXPERT_COPIES, expert_bytes, linear_bytes
 from llmc.optimize.progress import silent
 from llmc.optimize.quantize import rtn
 from llmc.optimize.quantize.grid import Grid

@@ -16,13 +16,15 @@ from doubles.stages import TOKENIZER, borders, cut
 from llmc.bundle import STAGE_FOLDER, WEIGHTS_FILE, Manifest, Part, list_unlisted_files, read_bundle, write_manifest
 from llmc.errors import BuildError, BundleError, ResourceError, UsageError
 from llmc.optimize.build import build
-from llmc.optimize.plan.memory import ROTATIONS, memory_plan
+from llmc.optimize.plan.memory import memory_plan
+from llmc.optimize.plan.sizes import ROTATIONS
 from llmc.optimize.recipe import BuildRequest
 from llmc.optimize.split import split
 from llmc.runtime import load
 from llmc.runtime.host import integrity
 from llmc.runtime.loading import verify
-from llmc.runtime.selftest import VECTOR_TOLERANCE, replay_stage
+from llmc.runtime.selftest.stages import replay_stage
+from llmc.runtime.selftest.values import VECTOR_TOLERANCE
 from llmc.runtime.server.models.loading import Loader
 from llmc.runtime.sessions import Batch, Phase, open_engine, open_session, staged
 from llmc.runtime.sessions.staged import WIRE_BITS, Stages, pack, unpack

@@ -213,7 +213,7 @@ class Remembering:
             logits += self.leak * np.roll(logits, 1, axis=0)
         return logits
 
-    def rank(self, batch: Batch) -> np.ndarray:
+    def run_ranked(self, batch: Batch) -> np.ndarray:
         return self.run(batch)
 
     def logits(self, tokens: list[int]) -> np.ndarray:

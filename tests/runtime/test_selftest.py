@@ -15,7 +15,8 @@ from llmc.errors import BundleError
 from llmc.publish import file_entries
 from llmc.runtime import Model, load, selftest
 from llmc.runtime.loading import verify
-from llmc.runtime.selftest import LOGIT_TOLERANCE, VerifyReport, replay
+from llmc.runtime.selftest import replay
+from llmc.runtime.selftest.values import LOGIT_TOLERANCE, VerifyReport
 
 BEYOND = 1.2 * LOGIT_TOLERANCE
 

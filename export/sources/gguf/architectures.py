@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmc.errors import CheckpointError
+from llmc.export.sources.gguf import diffusion
 from llmc.export.sources.gguf.config import (
     Metadata,
     check_width,
@@ -347,15 +348,6 @@ def _mistral3(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"model_type": "ministral3", "rope_theta": None, "rope_parameters": rope | values}
 
 
-def _diffusion(data: Metadata, family: str, shift: bool) -> dict[str, Any]:
-    """Every token attends to all others; refuse a file whose logits are at other positions than the family's."""
-    for key, expected in ((f"{data.architecture}.attention.causal", False), ("diffusion.shift_logits", shift)):
-        if (value := data.values.get(key, expected)) is not expected:
-            raise CheckpointError(f"{data.where}: {key} is {value!r:.80}, which is unsupported; expected {expected}")
-    data.skip("attention.causal")
-    return {"model_type": family, "mask_token_id": data.values.get("tokenizer.ggml.mask_token_id")}
-
-
 Reader = Callable[[Metadata, Mapping[str, Any]], dict[str, Any]]
 ARCHITECTURES: dict[str, Reader] = {
     "llama": lambda data, config: (_mixtral if data.get("expert_count") else _llama)(data, config),
@@ -415,10 +407,5 @@ ARCHITECTURES: dict[str, Reader] = {
     "stablelm": _stablelm,
     "gptneox": _gptneox,
     "gpt2": lambda data, config: {**_layer_norm(data, "layer_norm_epsilon"), "hidden_act": "gelu_new"},
-    "llada": lambda data, config: {**read_rope(data, config), **_diffusion(data, "llada", False)},
-    "dream": lambda data, config: {
-        **read_rope(data, config),
-        **_diffusion(data, "Dream", True),
-        "use_sliding_window": False,
-    },
+    **diffusion.READERS,
 }

@@ -3,19 +3,38 @@
 Linears with the same input share one product with their ``a`` side by side; a packed linear has a ``b`` for each part.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import onnx_ir as ir
 
-from llmc.bundle import FACTOR_A, FACTOR_B
+from llmc.bundle import ADAPTERS_FOLDER, FACTOR_A, FACTOR_B, Recipe
 from llmc.errors import BuildError
-from llmc.optimize.lower.context import LoweringContext
+from llmc.optimize.lower.context import HEAD_BLOCK, GraphPlan, LoweringContext, quant_configs
 from llmc.optimize.lower.onnxruntime.attention import before_sorting
 from llmc.optimize.lower.raising import Linear
 from llmc.optimize.lower.rewrite import LLMC, Emitter, node_after, nodes_of
 
 
+def without_rotation(recipe: Recipe) -> Recipe:
+    """The recipe of the graph for adapters, whose factors are in the basis of the checkpoint. Without rotation, nearest
+    rounding needs smaller blocks, and activations stay floats."""
+    block = min(recipe.block_size, HEAD_BLOCK) if recipe.rotates("decode") else recipe.block_size
+    return replace(recipe, block_size=block, rotated=(), activations="none")
+
+
+def plan_opened(base: LoweringContext, recipe: Recipe, passes: str) -> Iterator[GraphPlan]:
+    """The graph of both phases for calls with adapters, if the bundle has room for some."""
+    if base.limits.adapters:
+        *_, (phase, stored) = quant_configs(without_rotation(recipe), base.geometry).items()
+        own = replace(base, phase=phase, quant=stored, opened=True)
+        name = ADAPTERS_FOLDER
+        yield GraphPlan(name, f"{name}.onnx", f"the {name} graph", passes, own)
+
+
 def open_linears(graph: ir.Graph, context: LoweringContext) -> int:
     """Let every open linear add the product with its factors, in the graph for adapters; the number of linears."""
-    if not context.adapters:
+    if not context.opened:
         return 0
     readers: dict[ir.Value | None, list[Linear]] = {}
     for node in nodes_of(graph, "Linear", LLMC):

@@ -91,7 +91,7 @@ def group_query_attention(graph: ir.Graph, context: LoweringContext, make_length
     for node in attentions:
         attention, tables = context.attention(node), rotary_tables(node, context, context.attention_type)
         query, key, value, past_key, past_value = node.inputs[:5]
-        if "both_ways" in node.attributes and (context.phase != "decode" or context.adapters):
+        if "both_ways" in node.attributes and context.takes_prompts:
             graph.meta[AHEAD] = node.inputs[6]
         scales, attributes = _cache_scales(graph, attention, context)
         sinks = None

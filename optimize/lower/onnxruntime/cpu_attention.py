@@ -3,6 +3,7 @@
 import numpy as np
 import onnx_ir as ir
 
+from llmc.bundle.model.kinds import takes_whole_texts
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.onnxruntime.attention import QUANTIZED_CACHES, group_query_attention, rotate_before
 from llmc.optimize.lower.onnxruntime.basic_attention import Shared, basic_attention, shared_attention
@@ -83,7 +84,7 @@ def _lower_basic(graph: ir.Graph, context: LoweringContext) -> int:
     worth the copies.
     """
     nodes = list(nodes_of(graph, "CachedAttention", LLMC))
-    if context.geometry.diffusion is None:
+    if not takes_whole_texts(context.geometry):
         capped = context.phase == "prefill" and context.cache not in QUANTIZED_CACHES
         nodes = [node for node in nodes if capped and node.attributes["softcap"].as_float()]
     if not nodes:
@@ -101,10 +102,10 @@ class _Cache:
     def __init__(self, first: ir.Node, context: LoweringContext) -> None:
         self._types = context.type, context.attention_type
         emit = Emitter(first, "positions")
-        longest, tile = emit("ReduceMax", _totals(emit), keepdims=1), vector(emit.graph, [SUMMED_AT_ONCE])
-        tiles = emit("Div", emit("Add", longest, vector(emit.graph, [SUMMED_AT_ONCE - 1])), tile)
+        longest, unit = emit("ReduceMax", _totals(emit), keepdims=1), vector(emit.graph, [SUMMED_AT_ONCE])
+        units = emit("Div", emit("Add", longest, vector(emit.graph, [SUMMED_AT_ONCE - 1])), unit)
         keys = next(value for value in emit.graph.inputs if str(value.name).startswith("past_key_values."))
-        self._longest = emit("Min", emit("Mul", tiles, tile), emit("Shape", keys, start=2, end=3))
+        self._longest = emit("Min", emit("Mul", units, unit), emit("Shape", keys, start=2, end=3))
         self._places: dict[int, ir.Value] = {}  # those made so far, by heads of keys
 
     def slots(self, _: Emitter) -> ir.Value:

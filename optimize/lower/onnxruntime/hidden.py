@@ -2,7 +2,7 @@
 
 import onnx_ir as ir
 
-from llmc.bundle import HIDDEN
+from llmc.bundle.model.names import HIDDEN
 from llmc.optimize.lower.context import LoweringContext
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, initializer, node_after, vector
 from llmc.optimize.quantize.rotation import rotation

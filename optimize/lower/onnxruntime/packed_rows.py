@@ -96,7 +96,7 @@ class _Packed:
             if value.uses():
                 self._pack(value, node_after(value), [-1, hidden_size])
         by_token = [ids, *(value for value in self.graph.inputs if value.name == "embedding_indices")]
-        for value in by_token:  # rows of images may be added behind layers, too
+        for value in by_token:  # rows of embeddings may be added behind layers, too
             self._pack(value, node_after(self.places), [-1], keep=row_by_row)
         if positions is not None:
             self._pack(positions, node_after(positions), [-1])

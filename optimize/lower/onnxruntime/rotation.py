@@ -1,6 +1,6 @@
 """The residual stream of a graph in another basis, where no few channels are far larger than the rest.
 
-Behind the embedding the stream is multiplied by an orthogonal Q, and so is what images add behind layers. A norm by the
+Behind the embedding the stream is multiplied by an orthogonal Q, and so is what is added behind layers. A norm by the
 root mean square commutes with Q once its weight is folded into the linears that read it: these multiply by
 W diag(weight) Q, and those that write to the stream by Q^T W. Before the head Q^T and the last norm's weight lead back.
 Keys, values and logits stay as they are, so that the graphs of prefill and decode need not agree on a basis.

@@ -74,7 +74,7 @@ def _attend(node: ir.Node, context: LoweringContext, masks: dict[int, ir.Value])
 def _mask(emit: Emitter, window: int) -> ir.Value:
     """Positions that a position sees, bool [B, 1, 1, S, S]: those of its row less than ``window`` away, and itself."""
     graph, counted = emit.graph, emit_token_counts(emit.graph)
-    column, row = (emit("Unsqueeze", counted, vector(graph, axes)) for axes in ([1, 2, 4], [1, 2, 3]))
+    column, row = (emit("Unsqueeze", counted, vector(graph, added)) for added in ([1, 2, 4], [1, 2, 3]))
     ends = emit("Unsqueeze", graph_input(graph, "lengths"), vector(graph, [1, 2, 3, 4]))
     mask, distance = emit("LessOrEqual", row, ends), emit("Abs", emit("Sub", column, row))
     if window:

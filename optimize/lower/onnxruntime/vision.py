@@ -1,17 +1,39 @@
 """The tower of a model that sees, for ONNX Runtime."""
 
+from collections.abc import Iterator
+from dataclasses import replace as change
+
 import numpy as np
 import onnx_ir as ir
 
+from llmc.bundle import VISION_FILE
 from llmc.bundle.model.geometry import Geometry
 from llmc.bundle.model.vision import TOWER
-from llmc.optimize.lower.context import LoweringContext
+from llmc.optimize.lower.context import HEAD_BLOCK, GraphPlan, LoweringContext, QuantConfigs, WeightOnly
 from llmc.optimize.lower.linears import replace_weight
 from llmc.optimize.lower.onnxruntime.linears import float_table
 from llmc.optimize.lower.raising import find_vector
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, graph_input, initializer, nodes_of, replace, scalar, vector
+from llmc.optimize.quantize.grid import Grid
+from llmc.optimize.weights.store import Calibrated
 
 POSITIONS = f"{TOWER}.position_embedding.weight"
+
+
+def choose_configs(stored: QuantConfigs) -> QuantConfigs:
+    """The storage of a tower's linears: 8 bits in small blocks if the decoder has integers, because every image suffers
+    from the tower's errors."""
+    integers = isinstance(stored.body, WeightOnly)
+    return change(stored, body=WeightOnly(Grid(8, HEAD_BLOCK)) if integers else stored.body, w8a8=None)
+
+
+def plan_tower(base: LoweringContext, stored: QuantConfigs, target: str) -> Iterator[GraphPlan]:
+    """The tower's graph, if the model has one; ``stored`` is the storage of the decoder."""
+    if (vision := base.geometry.vision) is not None:
+        geometry = change(base.geometry, layers=vision.layers, linears=vision.linears, caches=(), attentions=())
+        stored, weights = choose_configs(stored), base.weights
+        own = LoweringContext("vision", geometry, base.limits, stored, weights, Calibrated(), unsigned=base.unsigned)
+        yield GraphPlan("vision", VISION_FILE, "the tower for images", f"{target}-vision", own, VISION_FILE)
 
 
 def attend_to_patches(graph: ir.Graph, _: LoweringContext) -> int:

@@ -16,8 +16,8 @@ def card(service: Service, name: str) -> dict[str, Any]:
         "fingerprint": manifest.source.fingerprint,
         "target": manifest.target.name,
         "precision": manifest.recipe.precision,
-        "generates": manifest.geometry.encoder is None,
-        "chats": manifest.geometry.encoder is None and service.pool.has_template(name),
+        "generates": manifest.geometry.generates,
+        "chats": manifest.geometry.generates and service.pool.has_template(name),
         "sees": manifest.geometry.vision is not None,
     }
     base = service.pool.base(name)

@@ -20,7 +20,7 @@ from llmc.runtime.server.config import ServerConfig, read_config
 from llmc.runtime.server.fleet.calls import Forwarded, ReplicaLostError
 from llmc.runtime.server.fleet.front import make_front
 from llmc.runtime.server.fleet.replica import Replica
-from llmc.runtime.server.fleet.stages import find_place
+from llmc.runtime.server.fleet.stages import find_places
 from llmc.runtime.server.http.errors import ApiError
 from llmc.runtime.server.http.guarded import Guarded
 
@@ -75,7 +75,7 @@ def replicas_of(config: ServerConfig) -> serve.Application:
     least = config.ray_min_replicas
     most = max(least, config.ray_max_replicas or least)
     cpus = config.ray_cpus or config.threads or max(1, usable_threads() // most)
-    places = dict(place for one in manifests if one.stage.before for place in find_place(one.stage.number).items())
+    places = find_places(manifests)
     deployment = serve.deployment(
         name="replicas",
         user_config={

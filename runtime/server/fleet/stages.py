@@ -1,7 +1,7 @@
 """The stages of a model on the boxes of a cluster of Ray: an actor for each before the last, which the engine runs."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,11 @@ def find_place(number: int) -> dict[str, float]:
     """Resources to ask Ray for, so that a stage runs on the box that has its name for a resource, if some box has."""
     name, resources = STAGE_FOLDER.format(number), ray.cluster_resources()  # type: ignore[no-untyped-call]
     return {name: SHARE} if name in resources else {}
+
+
+def find_places(manifests: Iterable[Manifest]) -> dict[str, float]:
+    """Resources to ask Ray for, so that the last stages of models run on their boxes."""
+    return {name: share for it in manifests if it.stage.before for name, share in find_place(it.stage.number).items()}
 
 
 class StagesOnRay(Stages):

@@ -22,12 +22,12 @@ HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 # No check for circles: answers have none, and the check takes longer than the encoding.
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False)
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, check_circular=False)
 
 
 def encode_json(value: Any) -> str:
     """JSON in one line, for events and answers."""
-    return escape_line_ends(_ENCODER.encode(value))
+    return escape_line_ends(_JSON.encode(value))
 
 
 def in_pieces(value: Any) -> str:

@@ -32,7 +32,7 @@ class Pool(Neighbours):
         bundles: folders by name; :meth:`warm` loads the first one unless told otherwise.
         memory: bytes that this process may take.
         load_options: further arguments of :func:`llmc.runtime.load`, for all models; those that concern an engine are
-            left out for bundles that embed or rank.
+            left out for bundles that have none.
         tool_formats: the format of calls of each model that has one, by name.
         patience_s: seconds that a request waits for memory that others' requests hold.
 

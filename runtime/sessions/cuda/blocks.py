@@ -130,7 +130,7 @@ class Outputs:
         start = self._place.offset + (row * self.logits.shape[1] + output) * size
         self._block.download(start, start + size, stream)
 
-    def rank(self, outputs: int, fetch: Callable[[int, int], Logits]) -> NDArray[Any]:
+    def list_ranked(self, outputs: int, fetch: Callable[[int, int], Logits]) -> NDArray[Any]:
         """Candidates [B, ``outputs``]; ``fetch`` gets the logits of a row's output."""
         rows, _, vocab_size = self.logits.shape
         ids, values, sums = (self._arrays[name] for name in (TOP_IDS, TOP_LOGITS, SUM_EXP))

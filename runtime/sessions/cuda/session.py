@@ -92,7 +92,7 @@ class DeviceSession(Session):
         self._calls += 1
         return self._run(batch, whole=True)
 
-    def rank(self, batch: Batch) -> NDArray[Any]:
+    def run_ranked(self, batch: Batch) -> NDArray[Any]:
         """As :meth:`run`, with candidates alone: the logits stay on the GPU until one of them asks for its row."""
         self._calls += 1
         return self._run(batch, whole=False)
@@ -113,7 +113,7 @@ class DeviceSession(Session):
             logits: Logits = outputs.logits[row, output]
             return logits
 
-        return outputs.rank(count, fetch)
+        return outputs.list_ranked(count, fetch)
 
     def _close_later(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call ``function`` when the session closes, the last one first; on a lost GPU nothing can be freed."""

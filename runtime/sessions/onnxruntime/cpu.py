@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.bundle import ADAPTERS_FOLDER, HIDDEN, LM_HEAD, LOGIT_ROWS, REPLAY, WEIGHTS_FILE, Manifest, version
+from llmc.bundle import ADAPTERS_FOLDER, LM_HEAD, LOGIT_ROWS, REPLAY, WEIGHTS_FILE, Manifest, version
+from llmc.bundle.model.names import HIDDEN
 from llmc.errors import BundleError, GpuError, LlmcError, ResourceError, require
 from llmc.runtime.host.machine import cpu_model, return_freed_memory, saturates
 from llmc.runtime.host.read_ahead import read_ahead, read_once
@@ -69,6 +70,7 @@ class OnnxRuntimeSession(Session):
         can_wait = version(runtime.__version__) >= version(IN_PLACE_SINCE)
         first = {names[Phase.PREFILL], *own.values()} if can_wait else {*names.values(), *own.values()}
         files = open_graphs(runtime, folder, manifest, sorted(first), threads)
+        self._last_hidden = f"hidden.{manifest.list_layers().stop}"  # what a part of a model gives in place of logits
         self._head: Any = files[own[LM_HEAD]] if LM_HEAD in own else None
         self._graphs: dict[str, Any] = {}
         self._keep_graph(Phase.PREFILL, prefill := files[names[Phase.PREFILL]])
@@ -104,8 +106,9 @@ class OnnxRuntimeSession(Session):
             self._factors.fill(batch.first_row, batch.adapters)
         binding = self._bind_buffers(batch)
         binding.fill(batch.feeds)
-        if not self._manifest.stage.is_last:  # its size is known once the call was run
-            binding.io.bind_output(f"hidden.{self._manifest.list_layers().stop}", "cpu")
+        gives_logits = "logits" in binding.results
+        if not gives_logits:  # the size of hidden states is known once the call was run
+            binding.io.bind_output(self._last_hidden, "cpu")
         try:
             binding.run(self._options)
         except Exception:
@@ -115,8 +118,7 @@ class OnnxRuntimeSession(Session):
             self._fed = ends[0] - int(batch.past_lengths[0])
         else:
             self.cache.note_computed(batch.first_row, ends)
-        is_last = self._manifest.stage.is_last
-        self._logits = binding.results["logits"] if is_last else binding.io.get_outputs()[-1].numpy()
+        self._logits = binding.results["logits"] if gives_logits else binding.io.get_outputs()[-1].numpy()
         self.hidden = binding.results.get(HIDDEN)
         return self._logits
 
@@ -152,8 +154,8 @@ class OnnxRuntimeSession(Session):
         return_freed_memory()
 
     def _keep_graph(self, kind: str, graph: Any) -> None:
-        end = _ends_in(graph)
-        if (end == LOGIT_ROWS and not _takes(self._head, LOGIT_ROWS)) or (self._manifest.stage.is_last and not end):
+        end = next((name for name in ("logits", LOGIT_ROWS, self._last_hidden) if _gives(graph, name)), "")
+        if not end or (end == LOGIT_ROWS and not _takes(self._head, LOGIT_ROWS)):
             raise BundleError(f"{self._folder}: its graphs do not give logits; build the bundle again")
         self._graphs[kind] = graph
 
@@ -229,10 +231,8 @@ def _takes(graph: Any, name: str) -> bool:
     return graph is not None and any(value.name == name for value in graph.get_inputs())
 
 
-def _ends_in(graph: Any) -> str:
-    """The output of a graph that is no cache, hidden state or the like: logits, or the rows that a head multiplies."""
-    names = {value.name for value in graph.get_outputs()}
-    return next((name for name in ("logits", LOGIT_ROWS) if name in names), "")
+def _gives(graph: Any, name: str) -> bool:
+    return any(value.name == name for value in graph.get_outputs())
 
 
 def open_graphs(runtime: Any, folder: Path, manifest: Manifest, names: list[str], threads: int) -> dict[str, Any]:

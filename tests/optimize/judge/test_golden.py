@@ -16,7 +16,9 @@ from llmc.optimize.judge.golden import LONG_PROMPT, Golden, run_golden_prompts, 
 from llmc.optimize.judge.replay import replay_apart
 from llmc.optimize.recipe import BuildRequest
 from llmc.runtime import Model, load
-from llmc.runtime.selftest import LOGIT_TOLERANCE, LONG_STEPS, replay
+from llmc.runtime.selftest import replay
+from llmc.runtime.selftest.prompts import LONG_STEPS
+from llmc.runtime.selftest.values import LOGIT_TOLERANCE
 from llmc.runtime.sessions import Batch
 from llmc.runtime.sessions.onnxruntime.cpu import OnnxRuntimeSession
 

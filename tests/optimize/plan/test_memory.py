@@ -14,7 +14,8 @@ from llmc.errors import ResourceError
 from llmc.optimize.build import build
 from llmc.optimize.lower.context import Computed, Float16, Float32, PerToken, WeightOnly
 from llmc.optimize.plan import time
-from llmc.optimize.plan.memory import BLOCK_COPIES, linear_bytes, memory_plan, weight_bytes
+from llmc.optimize.plan.memory import memory_plan
+from llmc.optimize.plan.sizes import BLOCK_COPIES, linear_bytes, weight_bytes
 from llmc.optimize.plan.time import estimate_build
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.recipe import BuildRequest, Request, resolve

@@ -143,13 +143,13 @@ def test_the_row_stays_on_the_gpu_where_candidates_decide():
 
 @pytest.mark.parametrize("name", ["none", "temperature", "typical_p", "xtc", "mirostat", "penalty", "ban"])
 def test_requests_that_need_all_logits_say_so(name):
-    assert not sampler(SIZE, SETTINGS[name]).ranks
+    assert not sampler(SIZE, SETTINGS[name]).takes_ranked
     assert choose(ROWS["usual"], SETTINGS[name])[2] == DRAWS
 
 
 @pytest.mark.parametrize("name", ["greedy", "top_k 20", "top_p 0.9", "min_p", "published for Qwen"])
 def test_requests_that_candidates_may_decide_say_so(name):
-    assert sampler(SIZE, SETTINGS[name]).ranks
+    assert sampler(SIZE, SETTINGS[name]).takes_ranked
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -19,7 +19,7 @@ from llmc.optimize.build import build
 from llmc.optimize.recipe import BuildRequest, Request
 from llmc.runtime import Model, load
 from llmc.runtime.loading import verify
-from llmc.runtime.selftest import make_image
+from llmc.runtime.selftest.images import make_image
 from llmc.runtime.server.config import ServerConfig
 from llmc.runtime.vision.tower import Tower
 

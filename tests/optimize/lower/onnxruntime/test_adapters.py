@@ -25,7 +25,7 @@ def opening(lowering):
 
     def start(export):
         lowered = lowering(export)
-        lowered.context = replace(lowered.context, phase="decode", adapters=True)
+        lowered.context = replace(lowered.context, phase="decode", opened=True)
         return lowered
 
     return start

@@ -17,7 +17,7 @@ from llmc.ggml import LAYOUTS
 from llmc.optimize.lower.context import LoweringContext, QuantConfigs, choose_table_config, quant_configs
 from llmc.optimize.lower.onnxruntime.embedding import lower_embedding
 from llmc.optimize.lower.rewrite import LLMC, remove_dead
-from llmc.optimize.plan.memory import table_bytes
+from llmc.optimize.plan.sizes import table_bytes
 from llmc.optimize.recipe import Request, resolve
 from llmc.optimize.targets import OLD, capabilities
 from llmc.optimize.weights.file import WeightFile

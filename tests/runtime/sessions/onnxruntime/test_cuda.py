@@ -145,7 +145,7 @@ def test_candidates_are_the_most_probable_tokens_of_the_rows_which_stay_on_the_g
     calls += [Batch.of(Phase.DECODE, np.array([[5, 6, 7]]), past[1:2], np.arange(3)[None], 1)]  # drafts
     for call in calls:
         before = session._driver.copied["host", "device"]
-        ranked, rows = session.rank(call), reference.run(call)
+        ranked, rows = session.run_ranked(call), reference.run(call)
         assert ranked.shape == rows.shape[:2] == call.logit_indices.shape
         down, fetched = session._driver.copied["host", "device"] - before, []
         assert down <= (0 if device.integrated else 256 * (4 + 8) * ranked.size + 512)
@@ -158,7 +158,7 @@ def test_candidates_are_the_most_probable_tokens_of_the_rows_which_stay_on_the_g
         if not device.integrated:
             assert session._driver.copied["host", "device"] - before - down == 4 * rows.size
     stale = ranked.flat[0]
-    session.rank(calls[-1])
+    session.run_ranked(calls[-1])
     with pytest.raises(AssertionError, match="other logits are in that place by now"):
         stale.whole()
 

@@ -137,7 +137,7 @@ def test_a_step_is_recorded_after_its_second_run_and_then_only_launched(bundle: 
         counts.append((driver.calls["begin_capture"], driver.calls["launch"], setup.library.runs))
     assert counts == [(0, 0, 1), (1, 0, 3), (1, 1, 3), (1, 2, 3), (1, 3, 3), (1, 4, 3)]
     before = driver.calls.copy()
-    session.rank(Batch.of(Phase.DECODE, np.array([[1]]), np.array([6]), np.zeros((1, 1), np.int64)))
+    session.run_ranked(Batch.of(Phase.DECODE, np.array([[1]]), np.array([6]), np.zeros((1, 1), np.int64)))
     assert {name for name in driver.calls if driver.calls[name] > before[name]} == {"activate", "launch", "synchronize"}
 
 
