@@ -129,7 +129,7 @@ def takes_whole_texts(geometry: Geometry) -> bool:
 
 
 def find_evidence(geometry: Geometry) -> Evidence:
-    """What a build of the model records for the self-test."""
+    """The results that a build of the model records for the self-test."""
     return next((kind.evidence for kind in kinds_of(geometry) if kind.evidence != "prompts"), "prompts")
 
 

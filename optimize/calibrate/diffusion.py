@@ -1,4 +1,4 @@
-"""What a text of a diffusion language model feeds and predicts; other models predict each next token."""
+"""Texts of diffusion language models, half of whose tokens are masks; other models predict each next token."""
 
 from collections.abc import Sequence
 

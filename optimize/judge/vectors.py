@@ -23,7 +23,7 @@ def check_finite(model: LoadedBundle, vectors: Iterable[Float]) -> None:
 
 
 def compare_vectors(vectors: Float, wanted: Float) -> Similarity:
-    """How similar vectors [n, W] are to ``wanted``; scores are vectors of one value."""
+    """The similarity of vectors [n, W] to ``wanted``; scores are vectors of one value."""
     cosines = np.sum(vectors * wanted, axis=1) / np.maximum(
         np.linalg.norm(vectors, axis=1) * np.linalg.norm(wanted, axis=1), np.finfo(np.float32).tiny
     )
