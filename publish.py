@@ -72,7 +72,7 @@ def work_folder(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def stage_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
+def staging_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
     """Yield an empty folder to write into; publish it as ``target`` when the block ends without an error.
 
     The folder is in a :func:`work_folder`. On any error, Ctrl-C included, it is removed and the target is untouched.
@@ -122,7 +122,7 @@ def replace_file(path: Path, prefix: str, *, synced: bool = True) -> Iterator[Bi
 
 
 def refuse_to_overwrite(target: Path, force: bool) -> None:
-    """Check before any work that :func:`stage_folder` may publish to ``target``. Raises UsageError: the target exists
+    """Check before any work that :func:`staging_folder` may publish to ``target``. Raises UsageError: the target exists
     and ``force`` is false, or is not a folder of llmc's, or its name is not valid for a folder."""
     refuse_bytes(target)
     if os.path.islink(os.path.realpath(target)):

@@ -25,7 +25,7 @@ from llmc.errors import CheckpointError, UsageError
 from llmc.export.families.vision_language import TEXT_PARTS
 from llmc.export.sources.adapters import Adapter, Array, Factors, read_peft
 from llmc.export.sources.parameters import make_renamer
-from llmc.publish import stage_folder
+from llmc.publish import staging_folder
 
 MERGE = "merge it at export instead (llmc export --adapter)"
 
@@ -51,7 +51,7 @@ def add_adapter(bundle: Path, folder: Path, name: str) -> tuple[Path, tuple[str,
     values = np.concatenate([part for it in factors.values() for part in _flatten(it, rank)])
     if not np.isfinite(values).all():
         raise CheckpointError(f"{folder}: factors times their scale are beyond float32; get the adapter again")
-    with stage_folder(target) as staging:
+    with staging_folder(target) as staging:
         np.save(staging / FACTORS_FILE, values)
         digest = sha256_file(staging / FACTORS_FILE)
         made = AdapterManifest(ADAPTER_SCHEMA, manifest.source.fingerprint, rank, tuple(factors), digest)

@@ -16,7 +16,7 @@ from llmc.export.sources.safetensors import INDEX_FILE, SINGLE_FILE
 from llmc.export.sources.templates import place_templates
 from llmc.export.tower import export_tower, leave_out_tower
 from llmc.origin import copy_own
-from llmc.publish import link, stage_folder
+from llmc.publish import link, staging_folder
 
 
 def write_export(
@@ -25,7 +25,7 @@ def write_export(
     progress("reading the checkpoint")
     source = read()
     geometry = source.geometry
-    with stage_folder(output, force=force) as staging:
+    with staging_folder(output, force=force) as staging:
         progress("linking weights and tokenizer")
         new_bytes = _place_files(source, staging, copy)
         tensors, made_bytes = write_made(flatten_tensors(source.tensors), staging)

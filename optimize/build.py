@@ -42,7 +42,7 @@ from llmc.optimize.split import split
 from llmc.optimize.targets import capabilities_for
 from llmc.optimize.weights.store import Calibrated
 from llmc.origin import check_unchanged, copy_tokenizer
-from llmc.publish import file_entries, stage_folder
+from llmc.publish import file_entries, staging_folder
 from llmc.runtime.kv.budget import MB, usable_memory
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime
 from llmc.runtime.text.trial import try_tokenizer
@@ -91,7 +91,7 @@ def build(request: BuildRequest, progress: Progress = silent) -> BuildReport:
         check_head_sizes(geometry)
     boxes = request.stages
     cuts = choose_borders(geometry, order.limits, order.recipe, tokenizer, boxes) if boxes else []
-    with stage_folder(request.output, force=request.force) as folder:
+    with staging_folder(request.output, force=request.force) as folder:
         manifest = _fill(order, folder)
         manifest = split(folder, manifest, cuts, progress) if cuts else manifest
     return BuildReport(request.output, manifest, time.perf_counter() - start)

@@ -30,7 +30,7 @@ from llmc.optimize.targets import capabilities
 from llmc.optimize.tensorrt.engine import compile_engine
 from llmc.optimize.tensorrt.ladder import rewrite_border, try_borders
 from llmc.optimize.tensorrt.spec import EngineSpec, resolve_engine
-from llmc.publish import file_entries, link, refuse_to_overwrite, stage_folder
+from llmc.publish import file_entries, link, refuse_to_overwrite, staging_folder
 from llmc.runtime import load
 from llmc.runtime.kv.budget import usable_memory
 from llmc.runtime.selftest import replay
@@ -66,7 +66,7 @@ def rebuild(source: Path, output: Path, *, force: bool = False, progress: Progre
     for name in verify_files(source, replace(manifest, files=_list_kept(manifest))):
         progress(f"hashed {name}")
     _check_memory(source, manifest)
-    with stage_folder(output, force=force) as folder:
+    with staging_folder(output, force=force) as folder:
         made = _rebuild_engine(source, manifest, manifest.engine, folder, progress)
     return BuildReport(output, made, time.perf_counter() - start)
 

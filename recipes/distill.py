@@ -37,7 +37,7 @@ from llmc.export.sources.parameters import list_offset_norms
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.calibrate.text import read_samples
 from llmc.origin import copy_tokenizer
-from llmc.publish import stage_folder
+from llmc.publish import staging_folder
 from llmc.runtime.host.machine import usable_threads
 
 PROMPT, LENGTH = 64, 192  # tokens of a prompt, and of a whole text
@@ -212,7 +212,7 @@ def distill(
     prompts, left_out = np.split(ids, [-max(1, len(ids) // 10)])
     teacher, student, values = cut(source, export, layers)
     stops, dtype = torch.tensor(export.generation.eos_token_ids), DTYPES.get(export.source.dtype, torch.bfloat16)
-    with stage_folder(output) as folder:
+    with staging_folder(output) as folder:
         write_checkpoint(folder, student, values, source, dtype)  # fails now if llmc cannot read the student
         greedy = torch.from_numpy(left_out[:ROWS])
         judged = write_texts(teacher, greedy, np.zeros(len(greedy)), stops, generator(seed, 0, "judged"))

@@ -15,7 +15,7 @@ from doubles.refusals import about
 
 from llmc import publish as publishing
 from llmc.errors import UsageError
-from llmc.publish import stage_folder, work_folder
+from llmc.publish import staging_folder, work_folder
 
 NUMBER = "0123456789abcdef"
 
@@ -113,9 +113,9 @@ def test_where_a_file_system_has_no_locks_work_goes_on_and_nothing_is_cleared_aw
 
 
 def test_two_that_write_to_one_place_leave_each_others_work_alone(target):
-    with stage_folder(target) as first:
+    with staging_folder(target) as first:
         (first / "llmc.json").write_text("first")
-        with pytest.raises(UsageError, match="exists"), stage_folder(target) as second:
+        with pytest.raises(UsageError, match="exists"), staging_folder(target) as second:
             (second / "llmc.json").write_text("second")
             publish(target, "third")
         assert (first / "llmc.json").read_text() == "first"
@@ -167,9 +167,9 @@ def test_what_cannot_be_brought_back_is_not_removed(published, monkeypatch):
 WRITER = """
 import signal, sys
 from pathlib import Path
-from llmc.publish import stage_folder
+from llmc.publish import staging_folder
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
-with stage_folder(Path(sys.argv[1]), force=True) as folder:
+with staging_folder(Path(sys.argv[1]), force=True) as folder:
     (folder / "llmc.json").write_text("theirs")
     print("writing", flush=True)
     sys.stdin.read()

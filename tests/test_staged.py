@@ -10,7 +10,7 @@ from doubles.folders import names, publish
 from llmc import bundle
 from llmc import publish as publishing
 from llmc.errors import ResourceError, UsageError
-from llmc.publish import stage_folder
+from llmc.publish import staging_folder
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def published(target: Path) -> Path:
 
 
 def test_folder_appears_whole_and_only_at_the_end(target):
-    with stage_folder(target) as folder:
+    with staging_folder(target) as folder:
         (folder / "llmc.json").write_text("new")
         (folder / "graphs").mkdir()
         (folder / "graphs" / "decode.onnx").write_text("graph")
@@ -38,7 +38,7 @@ def test_folder_appears_whole_and_only_at_the_end(target):
 def test_a_relative_target_is_published_where_the_block_began(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    with stage_folder(Path("bundle")) as folder:
+    with staging_folder(Path("bundle")) as folder:
         (folder / "llmc.json").write_text("new")
         monkeypatch.chdir("elsewhere")
     assert names(tmp_path / "bundle") == ["llmc.json"]
@@ -57,14 +57,14 @@ def test_everything_is_synced_before_it_is_renamed(target, monkeypatch):
 @pytest.mark.parametrize("content", ["ours", "empty", "file", "foreign"])
 def test_an_existing_target_is_refused_without_force(target, content):
     make_existing(target, content)
-    with pytest.raises(UsageError, match=f"{target} exists; .*--force"), stage_folder(target):
+    with pytest.raises(UsageError, match=f"{target} exists; .*--force"), staging_folder(target):
         pytest.fail("the block must not run")
 
 
 @pytest.mark.parametrize("content", ["file", "foreign"])
 def test_force_does_not_replace_what_is_not_llmcs(target, content):
     make_existing(target, content)
-    with pytest.raises(UsageError, match="is not llmc's"), stage_folder(target, force=True):
+    with pytest.raises(UsageError, match="is not llmc's"), staging_folder(target, force=True):
         pytest.fail("the block must not run")
     assert target.is_file() if content == "file" else names(target) == ["thesis.tex"]
 
@@ -99,7 +99,7 @@ def test_a_link_to_a_bundle_keeps_pointing_at_what_was_replaced(tmp_path, publis
 
 @pytest.mark.parametrize("error", [ValueError("bad weights"), KeyboardInterrupt(), SystemExit(1), MemoryError()])
 def test_an_error_leaves_the_old_folder_and_nothing_else(published, error):
-    with pytest.raises(type(error)), stage_folder(published, force=True) as folder:
+    with pytest.raises(type(error)), staging_folder(published, force=True) as folder:
         (folder / "llmc.json").write_text("half")
         raise error
     assert (published / "llmc.json").read_text() == "old"
@@ -108,7 +108,7 @@ def test_an_error_leaves_the_old_folder_and_nothing_else(published, error):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_said_in_one_sentence(published, number):
-    with pytest.raises(ResourceError, match="the disk is full; free some space"), stage_folder(published, force=True):
+    with pytest.raises(ResourceError, match="the disk is full; free some space"), staging_folder(published, force=True):
         raise OSError(number, os.strerror(number))
     assert (published / "llmc.json").read_text() == "old"
     assert names(published.parent) == ["bundle"]
@@ -143,7 +143,7 @@ def test_a_name_for_no_folder_is_refused_before_any_work(tmp_path, name, sentenc
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "link").symlink_to(BYTES)
     before = names(tmp_path)
-    with pytest.raises(UsageError, match=sentence), stage_folder(tmp_path / name):
+    with pytest.raises(UsageError, match=sentence), staging_folder(tmp_path / name):
         raise AssertionError("no work was to be done")
     assert names(tmp_path) == before
 
@@ -174,6 +174,6 @@ def test_force_does_not_replace_a_folder_that_holds_something_else(tmp_path, nam
     (target / bundle.BUNDLE_MANIFEST).write_text("{}")
     kept = target / name
     kept.mkdir() if name == "checkpoint" else kept.write_text("mine")
-    with pytest.raises(UsageError, match=f"also holds '{name}'"), stage_folder(target, force=True):
+    with pytest.raises(UsageError, match=f"also holds '{name}'"), staging_folder(target, force=True):
         raise AssertionError("nothing may be written")
     assert kept.exists()

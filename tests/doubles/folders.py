@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from llmc.publish import stage_folder
+from llmc.publish import staging_folder
 
 
 def publish(target: Path, text: str, *, force: bool = False) -> None:
     """Put a bundle of one file there."""
-    with stage_folder(target, force=force) as folder:
+    with staging_folder(target, force=force) as folder:
         (folder / "llmc.json").write_text(text)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from llmc.bundle import BUNDLE_MANIFEST
 from llmc.errors import MissingExtraError, ResourceError, UsageError
-from llmc.publish import stage_folder
+from llmc.publish import staging_folder
 from llmc.runtime import load
 from llmc.sources import Kind, Located
 from llmc.sources.built import find_bundle
@@ -47,7 +47,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def build(request: Any, progress: Callable[..., None]) -> Any:
         progress("hashing", 0.5)
         requests.append(request)
-        with stage_folder(request.output) as folder:
+        with staging_folder(request.output) as folder:
             (folder / BUNDLE_MANIFEST).write_text("{}")
         manifest = SimpleNamespace(recipe=SimpleNamespace(precision="int8"))
         return SimpleNamespace(output=request.output, manifest=manifest, size=2_400_000)
@@ -141,11 +141,11 @@ from pathlib import Path
 from types import SimpleNamespace
 import llmc.optimize.build as room
 from llmc import export
-from llmc.publish import stage_folder
+from llmc.publish import staging_folder
 from llmc.sources import built
 
 def build(request, progress):
-    with stage_folder(request.output) as folder:
+    with staging_folder(request.output) as folder:
         with open(sys.argv[2], "a") as log:
             log.write("built\\n")
         if sys.argv[3] == "dies":
