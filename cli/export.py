@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llmc.export import ExportReport
 
 
-@click.command("export", short_help="Export CHECKPOINT, a folder, a GGUF file or a name at the hub, as ONNX.")
+@click.command("export", short_help="Export CHECKPOINT, or a GGUF file, as portable ONNX.")
 @source_argument("checkpoint", also=("of",))
 @click.option(
     "--adapter",
