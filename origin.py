@@ -20,6 +20,7 @@ SAMPLED_PARTS = 1024
 # Bytes of a header: the limit of the safetensors library.
 MOST_HEADER = 100_000_000
 COMMIT = re.compile("[0-9a-f]{40}")
+_CACHED = re.compile(r"models--([\w.-]+)", re.ASCII)  # a repository's folder in the hub's cache
 
 
 def find_own_file(folder: Path, name: str) -> Path | None:
@@ -51,13 +52,15 @@ def find_own_file(folder: Path, name: str) -> Path | None:
 
 
 def read_origin(path: Path) -> Origin | None:
-    """The hub's repository and commit of a folder or GGUF file in Hugging Face's cache, as its path names them."""
+    """The hub's repository and commit of a folder or GGUF file in Hugging Face's cache, as its path names them;
+    nothing proves them. None for other paths, and for names that the hub does not allow."""
     path = path.parent.resolve() / path.name  # a file is a link to blobs
     snapshot = find_snapshot(path)
-    if snapshot is None or not COMMIT.fullmatch(snapshot.name):
+    cached = _CACHED.fullmatch(snapshot.parent.parent.name) if snapshot else None
+    file = "" if snapshot is None or path.is_dir() else path.relative_to(snapshot).as_posix()
+    if snapshot is None or cached is None or not COMMIT.fullmatch(snapshot.name) or not file.isprintable():
         return None
-    repository = snapshot.parent.parent.name.removeprefix("models--").replace("--", "/")
-    return Origin(repository, snapshot.name, "" if path.is_dir() else path.relative_to(snapshot).as_posix())
+    return Origin(cached[1].replace("--", "/"), snapshot.name, file)
 
 
 def copy_own(source: Path, names: Iterable[str], target: Path) -> int:

@@ -207,7 +207,8 @@ answering_options = add_options(
 
 def collect_load_options(options: dict[str, Any]) -> dict[str, Any]:
     """Arguments of :func:`llmc.runtime.load`; engine options only if they were given."""
-    return {name: options[name] for name in LOADING if name in options} | take(options, ENGINE_NAMES)
+    given = {name: options[name] for name in LOADING if name in options} | take(options, ENGINE_NAMES)
+    return {**given, "offline": True} if click.get_current_context().params.get("offline") else given
 
 
 def refuse_unseen(sampling: dict[str, Any]) -> None:

@@ -96,11 +96,12 @@ def serve_command(bundles: tuple[str, ...], offline: bool | None, config: Path |
     settings = {name: value for name, value in flags.items() if value not in (None, ())}
     chosen = read_config(config, {**settings, "models": name_models(bundles)})
     require("fastapi", "serve")
+    if chosen.ray:
+        require("ray", "ray")
     models = {name: find_bundle(str(source), offline) for name, source in chosen.models.items()}
     chosen = replace(chosen, models=models)
     # The web framework and Ray are imported only for this command.
     if chosen.ray:
-        require("ray", "ray")
         from llmc.runtime.server.fleet.run import serve
     else:
         from llmc.runtime.server.run import serve

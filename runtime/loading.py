@@ -159,7 +159,7 @@ def load(
                 placed = {"stages": opener} if manifest.stage.before else {}
                 runner = SingleRunner(open_session(folder, manifest, workers, device, **placed), context, chunk)
                 opened.set()
-                make = partial(make_engine, memory=memory)
+                make = partial(make_engine, memory=memory, offline=offline)
                 model = Generator(folder, manifest, tokenizer.result(), runner, workers, make, engine_options, tower)
         gather_soon(others)
         try:
@@ -324,8 +324,8 @@ def default_memory() -> int:
     return available_memory() + resident_bytes()[0]
 
 
-def make_engine(model: Generator, memory: int | None) -> Engine:
-    """Make the engine of a loaded model, which may take ``memory`` bytes.
+def make_engine(model: Generator, memory: int | None, offline: bool | None = None) -> Engine:
+    """Make the engine of a loaded model, which may take ``memory`` bytes; ``offline`` as for :func:`load`.
 
     Raises:
         DraftError: the draft model has another tokenizer.
@@ -363,7 +363,7 @@ def make_engine(model: Generator, memory: int | None) -> Engine:
         memory=limit - (PENDING_BYTES if store else 0),
         prefixes=PrefixCache(key, max_bytes=size, store=store, form=form, states=states) if size else None,
         store=store,
-        drafter=make_drafter(model, options.draft),
+        drafter=make_drafter(model, options.draft, offline),
     )
 
 
@@ -385,7 +385,7 @@ def drafts_keep_bits(manifest: Manifest, level: Determinism) -> bool:
     return level is Determinism.STRICT or (level is Determinism.FAST and one_graph and alike)
 
 
-def make_drafter(model: Generator, draft: str | Path | None) -> Drafter | None:
+def make_drafter(model: Generator, draft: str | Path | None, offline: bool | None = None) -> Drafter | None:
     """Make the drafter of a model: prompt lookup, or a second bundle with the same tokenizer, of a model or a draft
     head.
 
@@ -397,7 +397,7 @@ def make_drafter(model: Generator, draft: str | Path | None) -> Drafter | None:
         return None
     if draft == "lookup":
         return PromptLookup()
-    drafts = load(draft, kind=LoadedBundle, threads=model.threads, self_test=False)
+    drafts = load(draft, kind=LoadedBundle, threads=model.threads, self_test=False, offline=offline)
     try:
         geometry = drafts.manifest.geometry
         refuse(geometry, "drafting")

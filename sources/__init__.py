@@ -64,7 +64,8 @@ def locate(name: str | Path, *, offline: bool | None = None, progress: Progress 
     """Find what ``name`` is: a path that exists, or a model of the hub, which is downloaded first.
 
     Args:
-        name: a path, or a name of the hub, see :func:`llmc.sources.hub.parse_name`; a path that exists wins.
+        name: a path, or a name of the hub, see :func:`llmc.sources.hub.parse_name`; a path that exists wins,
+            and so does a broken link.
         offline: True uses no network, only what the hub's cache has; default: ``HF_HUB_OFFLINE``.
         progress: called with each step and the fraction of it that is done.
 
@@ -73,16 +74,16 @@ def locate(name: str | Path, *, offline: bool | None = None, progress: Progress 
         HubError, CheckpointError, ResourceError: the hub does not give the model, see ``download``.
     """
     path = Path(name)
-    wanted = None if os.path.exists(path) else parse_name(str(name))
+    wanted = None if os.path.lexists(path) else parse_name(str(name))
     if wanted is not None:
         path = download(wanted, offline=offline, progress=progress)
+    elif not os.path.exists(path):
+        raise UsageError("source", f"{path} does not exist", "name a path, or a model of the hub as org/name")
     origin = read_origin(path)
     if path.suffix == ".gguf" and path.is_file():
         return Located(str(name), path, Kind.GGUF, origin)
     for file, kind in KINDS.items():
         if (path / file).exists():
             return Located(str(name), path, kind, origin)
-    if not path.exists():
-        raise UsageError("source", f"{path} does not exist", "name a path, or a model of the hub as org/name")
     listed = ", ".join(f"{file} ({kind.value})" for file, kind in KINDS.items())
     raise UsageError("source", f"{path} has none of {listed}", "give a folder with one of them, or a .gguf file")

@@ -14,12 +14,12 @@ from llmc.bundle import BUNDLE_MANIFEST, CONFIG_FILE, TOKENIZER_FILE, TOKENIZER_
 from llmc.errors import LlmcError, MissingExtraError, ResourceError, require
 from llmc.export import require_packages
 from llmc.origin import copy_own
-from llmc.publish import recover, work_folder
+from llmc.publish import work_folder
 from llmc.runtime.bench.phases import Phase, export_plan, refusal
 from llmc.runtime.kv.budget import usable_memory
 from llmc.runtime.text.trial import try_tokenizer
 from llmc.sources import Kind, Located, Progress, locate, silent
-from llmc.sources.shelf import lock, note_use, place_of, remove_older
+from llmc.sources.shelf import lock, note_use, place_of, remove_leftovers, remove_older
 
 if TYPE_CHECKING:
     from llmc.export.sources.checkpoint import Checkpoint
@@ -79,8 +79,7 @@ def _build(source: Located, place: Path, progress: Progress, say: Callable[[str]
             f"{source.name} has to be built before it runs, and {error.problem}",
             f"or build it on another machine ({command}) and copy it here (rsync -a BUNDLE THIS_MACHINE:)",
         ) from error
-    for name in {work.name[1:].rsplit(".", 2)[0] for work in place.parent.glob(".*.work")}:
-        recover(place.parent / name)  # of builds that were killed
+    remove_leftovers()
     say(f"building {source.name} for this machine, once")
     request = BuildRequest(source.path, output=place)
     with open_export(source, request, progress) as folder:

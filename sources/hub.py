@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmc.bundle import ADAPTER_FILE, CONFIG_FILE, TOKENIZER_FILES, sha256_file
 from llmc.errors import CheckpointError, HubError, LlmcError, ResourceError, UsageError, format_name, text_of
-from llmc.origin import COMMIT
+from llmc.origin import COMMIT, find_own_file
 from llmc.publish import FULL
 from llmc.strict import MOST_JSON, read_json
 
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# org/name, @revision, and after a colon the type of a GGUF file's weights, or the file. A web address may go on.
+# org/name, @revision, and after a colon the type of a GGUF file's weights, or the file. A web address may go on; it
+# has one slash where it was taken for a path.
 _NAME = re.compile(
-    r"(?P<host>(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/)?"
+    r"(?P<host>(?:https?://?)?(?:www\.)?(?:hf\.co|huggingface\.co)/)?"
     r"(?P<repository>\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b)"
     r"(?:@(?P<revision>\w[\w.+/-]{0,199}))?(?::(?P<pick>[^:\\\x00-\x1f]{1,400}))?"
     r"(?(host)(?:/(?:tree|blob|resolve)/(?P<branch>\w[\w.+-]{0,199})(?:/(?P<file>[^:\\\x00-\x1f]{1,400}\.gguf))?)?/?)",
@@ -148,6 +149,8 @@ def _ask(wanted: HubName) -> "ModelInfo":
     )
     if not (isinstance(model.id, str) and isinstance(model.sha, str) and COMMIT.fullmatch(model.sha)):
         raise ValueError("the answer has no commit")
+    if not isinstance(model.tags or [], list):
+        raise ValueError("the answer's tags are no list")
     return model
 
 
@@ -167,7 +170,7 @@ def _fetch(wanted: HubName, model: "ModelInfo", cache: Path, progress: Callable[
         for name, listed in missing.items():
             with _translate_errors(wanted, cache):
                 hf_hub_download(wanted.repository, name, revision=commit, tqdm_class=bar)
-            _compare(snapshot / name, listed)
+                _compare(snapshot, name, listed)
 
     def read_index() -> Any:
         fetch([INDEX_FILE], f"{wanted.repository}: {INDEX_FILE}")
@@ -342,20 +345,33 @@ def _check_room(wanted: HubName, cache: Path, size: int) -> None:
         )
 
 
-def _compare(path: Path, listed: Listed) -> None:
-    """Remove a new file whose hash is not the hub's. Raises CheckpointError."""
+def _compare(snapshot: Path, name: str, listed: Listed) -> None:
+    """Remove a new file whose hash is not the hub's.
+
+    Raises:
+        CheckpointError: its hash is another one, or it lies elsewhere: the client takes a blob's name from the hub.
+        ValueError: the client has put it into another commit's folder.
+    """
+    link = snapshot / name
+    try:
+        path = find_own_file(snapshot, name)
+    except CheckpointError:
+        link.unlink()
+        raise
+    if path is None:
+        raise ValueError(f"{name} is of another commit")
     if len(listed.digest) == _SHA256:
         digest = sha256_file(path)
     else:  # git's hash of a small file
         content = path.read_bytes()
         digest = hashlib.sha1(b"blob %d\0%s" % (len(content), content), usedforsecurity=False).hexdigest()
     if digest != listed.digest:
-        for each in (path.resolve(), path):
+        for each in (path, link):
             each.unlink(missing_ok=True)
         raise CheckpointError(
             f"its hash is {digest}, the hub's {listed.digest}: it was damaged on the way, and removed",
             "run again",
-            path=path,
+            path=link,
         )
 
 

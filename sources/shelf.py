@@ -13,7 +13,7 @@ from pathlib import Path
 from llmc import __version__
 from llmc.bundle import GRAPH_CONTRACT_VERSION, SCHEMA_VERSION, read_bundle
 from llmc.errors import BundleError, UsageError, format_name
-from llmc.publish import OUR_SUFFIXES, lock_file
+from llmc.publish import OUR_SUFFIXES, lock_file, recover
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.machine import saturates
 from llmc.sources import Located
@@ -79,7 +79,8 @@ def _lock_of(bundle: Path) -> Path:
 @contextmanager
 def lock(bundle: Path, wait: Callable[[], object]) -> Iterator[bool]:
     """Lock a place of the cache for a build. If another process holds the lock, call ``wait``, wait until it is
-    released, and yield False. Raises UsageError: the cache cannot be written."""
+    released, and yield False; yield False, too, if the file was removed meanwhile, and others may lock a new one.
+    Raises UsageError: the cache cannot be written."""
     try:
         bundle.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(_lock_of(bundle), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -91,9 +92,16 @@ def lock(bundle: Path, wait: Callable[[], object]) -> Iterator[bool]:
         if not is_ours:
             wait()
             lock_file(descriptor, shared=True)
-        yield is_ours
+        yield is_ours and _is_at(descriptor, _lock_of(bundle))
     finally:
         os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """True if ``path`` is still the name of an open file."""
+    with suppress(OSError):
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    return False
 
 
 def note_use(bundle: Path) -> None:
@@ -109,31 +117,42 @@ def remove_older(bundle: Path) -> None:
     disk_cache.prune(bundle.parent.name, 1 << 62)
 
 
+def remove_leftovers() -> None:
+    """Remove the unfinished bundles of builds that were killed."""
+    for name in {work.name[1:].rsplit(".", 2)[0] for work in shelf().glob(".*.work")}:
+        recover(shelf() / name)
+
+
 def list_bundles() -> list[Shelved]:
     """The cache's bundles, sorted by name."""
-    return [_describe(path) for path in sorted(shelf().glob("[!.]*")) if path.is_dir()]
+    found = []
+    for path in sorted(shelf().glob("[!.]*")):
+        with suppress(FileNotFoundError):  # another process removes it
+            found += [_describe(path)] if path.is_dir() else []
+    return found
 
 
 def _describe(path: Path) -> Shelved:
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    times = [file.stat().st_mtime for file in (_lock_of(path), path) if file.exists()]
+    used = (_lock_of(path) if _lock_of(path).exists() else path).stat().st_mtime
     try:
         manifest = read_bundle(path)
     except BundleError:
-        return Shelved(path.name, path, None, None, size, None, times[0])
+        return Shelved(path.name, path, None, None, size, None, used)
     phases = manifest.quality.phases.values() if manifest.quality else ()
     distances = [phase.mean_kl for phase in phases if phase.mean_kl is not None]
     model, precision = manifest.source.name, manifest.recipe.precision
-    return Shelved(path.name, path, model, precision, size, max(distances, default=None), times[0])
+    return Shelved(path.name, path, model, precision, size, max(distances, default=None), used)
 
 
 def remove_bundle(name: str) -> Path:
-    """Remove the bundle that :func:`list_bundles` lists as ``name``, and return its path. Processes that have it loaded
-    go on. Raises UsageError: none has that name, or it cannot be removed."""
+    """Remove the bundle that :func:`list_bundles` lists as ``name``, and what killed builds left; return its path.
+    Processes that have it loaded go on. Raises UsageError: none has that name, or it cannot be removed."""
     found = next((bundle for bundle in list_bundles() if bundle.name == name), None)
     if found is None:
         raise UsageError("names", f"has {format_name(name)}, which the cache has not", "llmc list shows its bundles")
     _remove(found.path)
+    remove_leftovers()
     if found.path.exists():
         raise UsageError("names", f"has {name}, which cannot be removed", f"see who owns {found.path}")
     return found.path
@@ -141,5 +160,10 @@ def remove_bundle(name: str) -> Path:
 
 def _remove(bundle: Path) -> None:
     disk_cache.remove(bundle)
-    if not bundle.exists():
-        _lock_of(bundle).unlink(missing_ok=True)
+    with suppress(OSError):  # there is no lock, or it is another user's
+        descriptor = os.open(_lock_of(bundle), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if not bundle.exists() and lock_file(descriptor) is not False:  # else a process builds it again
+                _lock_of(bundle).unlink()
+        finally:
+            os.close(descriptor)

@@ -78,7 +78,8 @@ def test_a_path_in_the_hub_cache_names_repository_commit_and_gguf_file(tmp_path)
     (snapshot / "BF16" / "tiny.gguf").symlink_to(blob)
     assert read_origin(snapshot) == Origin("owner/name", commit)
     assert read_origin(snapshot / "BF16" / "tiny.gguf") == Origin("owner/name", commit, "BF16/tiny.gguf")
-    for other in (tmp_path, blob, model, model / "snapshots" / "main"):
+    forged = tmp_path / "models--owner--\x1b[2J" / "snapshots" / commit  # a manifest could not be read with it
+    for other in (tmp_path, blob, model, model / "snapshots" / "main", snapshot / "\x1b.gguf", forged):
         assert read_origin(other) is None
 
 

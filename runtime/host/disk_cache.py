@@ -35,8 +35,11 @@ _used: set[Path] = set()  # entries of this process, which it never removes
 def cache_root() -> Path:
     """The cache's folder, whether or not it exists or can be written."""
     if named := os.environ.get("LLMC_CACHE"):
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmc"
+        return Path(named).absolute()
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "llmc"
+    except RuntimeError:  # an account without a home
+        return Path(os.devnull, "llmc")  # which cannot be written
 
 
 def entry(kind: str, key: str) -> Path:

@@ -26,6 +26,7 @@ class Repository:
         listing: entries added to the list of files, as the hub writes them.
         error: status and X-Error-Code of each answer that gives content; of the list, too, if ``hidden``.
         token: the token that it asks for.
+        headers: headers of files, in place of the true ones.
         cuts: connections that end after half of the content, by path; each counts down.
     """
 
@@ -37,6 +38,7 @@ class Repository:
     error: tuple[int, str] | None = None
     hidden: bool = False
     token: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
     cuts: dict[str, int] = field(default_factory=dict)
 
 
@@ -137,6 +139,7 @@ class _Answer(BaseHTTPRequestHandler):
             return self.send(404, headers={"X-Error-Code": "EntryNotFound"})
         content = repository.sent.get(name, files[name])
         headers = {"X-Repo-Commit": commit, "ETag": f'"{digest_of(name, files[name])}"', "Accept-Ranges": "bytes"}
+        headers |= repository.headers
         if self.hub.storage is not None and is_large(name):
             headers |= {"X-Linked-ETag": headers["ETag"], "X-Linked-Size": str(len(content))}
             return self.send(302, headers={**headers, "Location": f"{self.hub.storage.address}{self.path}"})

@@ -18,7 +18,7 @@ from llmc.publish import staging_folder
 from llmc.runtime import load
 from llmc.sources import Kind, Located
 from llmc.sources.built import find_bundle
-from llmc.sources.shelf import list_bundles, place_of, shelf
+from llmc.sources.shelf import list_bundles, lock, place_of, remove_bundle, shelf
 
 LIMIT_S = 60.0  # for processes that take a second on a machine without other work
 
@@ -227,6 +227,28 @@ def test_a_device_without_the_extra_is_told_the_command_for_another_machine(
     assert f"it is in the extra '{extra}': pip install" in said and "rsync" in said
     assert ("--extra-index-url https://download.pytorch.org/whl/cpu" in said) == (extra == "export")
     assert f"llmc build '{source}' -o BUNDLE" in said
+
+
+def test_removing_a_bundle_leaves_no_lock_and_nothing_of_killed_builds(source: Path, tmp_path: Path, builds: list[Any]):
+    place = find_bundle(source)
+    other = shutil.copytree(source, tmp_path / "other")
+    start(other, tmp_path / "log", "dies").communicate(timeout=LIMIT_S)
+    assert list(shelf().glob(".*.work/new"))
+    remove_bundle(place.name)
+    assert [path.name[:6] for path in shelf().iterdir()] == [".other"]  # the killed build's lock
+
+
+def test_a_lock_holds_although_its_bundle_is_removed_meanwhile(
+    source: Path, builds: list[Any], monkeypatch: pytest.MonkeyPatch
+):
+    place = find_bundle(source)
+    file = place.with_name(f".{place.name}.lock")
+    with lock(place, lambda: None) as is_ours:
+        remove_bundle(place.name)
+        assert is_ours and file.exists()
+    monkeypatch.setattr("llmc.sources.shelf.lock_file", lambda descriptor: file.unlink())
+    with lock(place, lambda: None) as is_ours:  # of a file that nobody else can find
+        assert not is_ours
 
 
 def test_a_use_is_noted_beside_the_bundle(source: Path, builds: list[Any]):

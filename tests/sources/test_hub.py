@@ -85,6 +85,7 @@ def contents(located: Located) -> dict[str, bytes]:
         *("org/name", "org/name@main", "org/name@refs/pr/1", "org/name:Q4_K_M", "org/name@v1:dir/file.gguf"),
         *("hf.co/org/name:q8_0", "huggingface.co/org/name", "https://huggingface.co/org/name/"),
         *("https://huggingface.co/org/name/tree/main", "https://hf.co/org/name/blob/main/x.gguf"),
+        str(Path("https://hf.co/org/name")),
     ],
 )
 def test_names_of_the_hub_are_recognised(name: str):
@@ -119,8 +120,21 @@ def test_a_path_that_exists_wins_and_the_hub_is_not_asked(hub, tmp_path, monkeyp
     assert hub.requests == []
 
 
-@pytest.mark.threat("hub-files")
+def test_a_path_without_a_file_is_refused_and_the_hub_is_not_asked(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "org").mkdir()
+    (tmp_path / NAME).symlink_to("nowhere")
+    for name in (NAME, "./loop/x", "a\0b/c", "./" + "a" * 5000):
+        with pytest.raises(UsageError, match="does not exist; name a path, or a model of the hub"):
+            locate(name)
+    assert hub.requests == []
+
+
 # --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.threat("hub-files")
 def test_only_files_that_an_export_reads_are_fetched(hub):
     put(hub, {**CHECKPOINT, **OTHERS})
     located = locate(NAME)
@@ -443,6 +457,30 @@ def test_after_an_end_complete_files_are_kept(hub, monkeypatch):
 
 
 @pytest.mark.threat("hub-files")
+def test_a_blob_outside_the_cache_is_refused_and_left_alone(hub, tmp_path):
+    """The client names a blob as the hub's answer says."""
+    put(hub, CHECKPOINT, headers={"ETag": '"../../../others"'})
+    (tmp_path / "others").write_bytes(b"another's")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="outside its folder"):
+            locate(NAME)
+    assert (tmp_path / "others").read_bytes() == b"another's"
+
+
+@pytest.mark.threat("hub-files")
+@pytest.mark.parametrize(
+    "answer, message",
+    [
+        ({"headers": {"X-Repo-Commit": "d" * 40}}, "did not arrive whole, or .* of another commit"),
+        ({"tags": 5}, "tags are no list"),
+    ],
+)
+def test_an_answer_that_contradicts_the_list_is_one_sentence(hub, answer, message):
+    put(hub, CHECKPOINT, **answer)
+    with pytest.raises(HubError, match=message):
+        locate(NAME)
+
+
 @pytest.mark.threat("hub-files")
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
 def test_a_file_with_another_hash_is_refused_and_removed(hub, cache, name):

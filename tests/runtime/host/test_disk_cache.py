@@ -45,6 +45,17 @@ def test_the_folder_comes_from_the_environment(monkeypatch, tmp_path):
     assert disk_cache.cache_root() == Path("/xdg/llmc")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert disk_cache.cache_root() == Path("/home/me/.cache/llmc")
+    monkeypatch.setenv("LLMC_CACHE", "here")
+    assert disk_cache.cache_root() == Path.cwd() / "here"
+
+
+def test_an_account_without_a_home_has_a_cache_that_cannot_be_written(monkeypatch):
+    monkeypatch.delenv("LLMC_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as without HOME and without an entry of the user
+    path = disk_cache.entry("kind", "key")
+    path.mkdir(parents=True)
+    assert not path.is_relative_to(disk_cache.cache_root())
 
 
 def test_a_file_appears_when_it_is_whole_and_an_error_leaves_nothing(root):
