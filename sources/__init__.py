@@ -77,12 +77,12 @@ def locate(name: str | Path, *, offline: bool | None = None, progress: Progress 
     if wanted is not None:
         path = download(wanted, offline=offline, progress=progress)
     origin = read_origin(path)
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf" and os.path.isfile(path):
         return Located(str(name), path, Kind.GGUF, origin)
     for file, kind in KINDS.items():
-        if (path / file).exists():
+        if os.path.exists(path / file):  # pathlib raises for what cannot be looked at
             return Located(str(name), path, kind, origin)
-    if not path.exists():
+    if not os.path.exists(path):
         raise UsageError("source", f"{path} does not exist", "name a path, or a model of the hub as org/name")
     listed = ", ".join(f"{file} ({kind.value})" for file, kind in KINDS.items())
     raise UsageError("source", f"{path} has none of {listed}", "give a folder with one of them, or a .gguf file")

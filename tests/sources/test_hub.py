@@ -119,6 +119,11 @@ def test_a_path_that_exists_wins_and_the_hub_is_not_asked(hub, tmp_path, monkeyp
     assert hub.requests == []
 
 
+def test_a_name_that_no_file_system_takes_is_refused():
+    with pytest.raises(UsageError, match="does not exist; name a path"):
+        locate("x" * 300)
+
+
 @pytest.mark.threat("hub-files")
 # --------------------------------------------------------------------------------------------------------- checkpoints
 def test_only_files_that_an_export_reads_are_fetched(hub):
