@@ -110,7 +110,8 @@ def check_room(request: BuildRequest, geometry: Geometry, tokenizer_bytes: int) 
     device = device_plan(geometry, limits, recipe) if target.has_gpu else None
     plan = plan_build(geometry, recipe, limits, tokenizer_bytes, *windows, judged=request.judged, device=device)
     plan.check(request.source, usable_memory(plan.parts["engine"], request.memory))
-    folder = next(parent for parent in Path(os.path.realpath(request.output)).parents if parent.exists())
+    parents = Path(os.path.realpath(request.output)).parents
+    folder = next((parent for parent in parents if os.path.exists(parent)), Path(os.sep))
     needed, free = bundle_bytes(geometry, recipe, limits, tokenizer_bytes), shutil.disk_usage(folder).free
     if free < needed:
         problem = f"{free / MB:,.0f} MB of the disk are free, and the bundle takes {needed / MB:,.0f} MB"

@@ -76,7 +76,7 @@ class Order:
     @property
     def unsigned(self) -> bool:
         """True if the weights of integer products become uint8: the CPU here would add signed ones in 16 bits."""
-        return self.target.name == "cpu" and saturates()
+        return self.target.name == "cpu" and self.recipe.activations != "none" and saturates()
 
     @property
     def minimum(self) -> str:

@@ -31,8 +31,8 @@ from llmc.bundle import CONFIG_FILE, ExportManifest, read_export
 from llmc.errors import CheckpointError, LlmcError, UsageError
 from llmc.export.decoder import Decoder
 from llmc.export.families import read_config
-from llmc.export.keys import Keys
-from llmc.export.sources.checkpoint import read_checkpoint, read_json
+from llmc.export.keys import Keys, require_object
+from llmc.export.sources.checkpoint import read_checkpoint
 from llmc.export.sources.parameters import list_offset_norms
 from llmc.export.streaming import StreamedDecoder
 from llmc.optimize.calibrate.text import read_samples
@@ -62,7 +62,7 @@ def cut(folder: Path, export: ExportManifest, count: int) -> tuple[Decoder, Deco
         UsageError: the teacher does not have more layers.
         CheckpointError: these layers do not form a checkpoint of the same family.
     """
-    total, source, values = export.geometry.layers, StreamedDecoder(folder), read_json(folder / CONFIG_FILE)
+    total, source, values = export.geometry.layers, StreamedDecoder(folder), require_object(folder, CONFIG_FILE)
     if not 1 <= count < total:
         raise UsageError("layers", f"is {count}, expected 1 ... {total - 1}, fewer than {folder} has")
     layers = [round(index * (total - 1) / max(count - 1, 1)) for index in range(count)]

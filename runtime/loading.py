@@ -180,7 +180,7 @@ def load(
 
 def _find_bundle(folder: Path, named: str | Path, offline: bool | None) -> Path:
     """The folder if it holds a bundle, or the bundle that is built of what was ``named``."""
-    if (folder / BUNDLE_MANIFEST).exists():
+    if os.path.exists(folder / BUNDLE_MANIFEST):  # pathlib raises for what cannot be looked at
         return Path(named)
     # By name: the room is above the runtime, and building needs packages that a device has not.
     found: Path = importlib.import_module("llmc.sources.built").find_bundle(named, offline=offline)

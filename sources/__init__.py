@@ -80,10 +80,10 @@ def locate(name: str | Path, *, offline: bool | None = None, progress: Progress 
     elif not os.path.exists(path):
         raise UsageError("source", f"{path} does not exist", "name a path, or a model of the hub as org/name")
     origin = read_origin(path)
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf" and os.path.isfile(path):
         return Located(str(name), path, Kind.GGUF, origin)
     for file, kind in KINDS.items():
-        if (path / file).exists():
+        if os.path.exists(path / file):  # pathlib raises for what cannot be looked at
             return Located(str(name), path, kind, origin)
     listed = ", ".join(f"{file} ({kind.value})" for file, kind in KINDS.items())
     raise UsageError("source", f"{path} has none of {listed}", "give a folder with one of them, or a .gguf file")

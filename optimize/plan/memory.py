@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from llmc.bundle import CACHE_BYTES, Geometry, Limits, Manifest, MemoryPlan, Part, Recipe
 from llmc.bundle.model.experts import Experts
+from llmc.bundle.model.kinds import takes_whole_texts
 from llmc.bundle.model.linear import Linear
 from llmc.bundle.model.names import EMBEDDING, HEAD, PER_LAYER
 from llmc.optimize.calibrate.text import JUDGED_WINDOW
@@ -92,7 +93,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     pages the system takes back when memory is short.
     """
     graphs = quant_configs(recipe, geometry)
-    chunk = min(limits.prefill_chunk, limits.max_context)
+    chunk = limits.max_context if takes_whole_texts(geometry) else min(limits.prefill_chunk, limits.max_context)
     tables = {
         table.name: sum(table_bytes(table, form) for form in forms)
         for table in geometry.tables

@@ -45,3 +45,9 @@ def test_a_folder_that_is_no_export_is_refused(untouched, tmp_path):
     for folder in (tmp_path / "empty", tmp_path / "missing", tmp_path / "file"):
         with pytest.raises(BundleError, match=f"{folder.name}: no export.json here, not written by llmc; make it with"):
             build(BuildRequest(folder, untouched, force=True))
+
+
+@pytest.mark.parametrize("output", ["/", "x" * 300 + "/bundle"], ids=["root", "long"])
+def test_a_place_that_cannot_be_written_is_refused(source, tmp_path, output):
+    with pytest.raises(UsageError, match="choose another"):
+        build(BuildRequest(source, tmp_path / output))

@@ -94,3 +94,9 @@ def test_other_targets_chunks_do_not_depend_on_the_gpu_which_is_not_looked_for(m
     assert {name: capabilities_for(name, None).chunk for name in ("cpu", "cuda")} == {"cpu": 256, "cuda": 2048}
     bounds = {size: capabilities_for("tensorrt", size).chunk for size in (0, LARGE_GPU, LARGE_GPU + 1)}
     assert bounds == {0: 256, LARGE_GPU: 256, LARGE_GPU + 1: 1024}
+
+
+def test_weights_are_unsigned_only_where_integers_are_multiplied(tiny_export: Path, monkeypatch):
+    monkeypatch.setattr("llmc.optimize.order.saturates", lambda: True)
+    orders = {it: take_order(BuildRequest(tiny_export, precision=it)) for it in ("int8", "fp32")}
+    assert {precision: order.unsigned for precision, order in orders.items()} == {"int8": True, "fp32": False}

@@ -125,7 +125,7 @@ def test_a_path_without_a_file_is_refused_and_the_hub_is_not_asked(hub, tmp_path
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "org").mkdir()
     (tmp_path / NAME).symlink_to("nowhere")
-    for name in (NAME, "./loop/x", "a\0b/c", "./" + "a" * 5000):
+    for name in (NAME, "./loop/x", "a\0b/c", "./" + "a" * 5000, "x" * 300):
         with pytest.raises(UsageError, match="does not exist; name a path, or a model of the hub"):
             locate(name)
     assert hub.requests == []

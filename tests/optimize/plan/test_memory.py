@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from doubles.geometries import uniform
 
 from llmc.bundle import Limits, Recipe, read_bundle
 from llmc.bundle.model.cache import BACK, LET_GO_STEP
+from llmc.bundle.model.encoder import Encoder
 from llmc.bundle.model.linear import Linear
 from llmc.errors import ResourceError
 from llmc.optimize.build import build
@@ -107,6 +109,13 @@ def test_layers_with_a_window_count_no_more_than_a_row_holds_of_them():
     held = 512 + BACK + LET_GO_STEP + 256  # and a chunk
     assert found.parts(32768, 2)["cache"] == 2 * 2048 * (3 * 32768 + 15 * held)
     assert found.parts(100)["cache"] == 2048 * 18 * 100
+
+
+def test_a_text_that_is_embedded_is_one_call_whatever_a_chunk_is():
+    encoder = replace(Q05, encoder=Encoder(result="embeddings", pooling="last", width=896), caches=())
+    found = memory_plan(encoder, Limits(2048, 1, 256), recipe(), 0)["workspace"]
+    assert found.fixed == 2048 * (6 * 4864 + 8 * 896) * 4
+    assert found.per_length >= 4 * 14 * 2048  # scores against itself
 
 
 # ------------------------------------------------------------------------------------------------------------ builds
