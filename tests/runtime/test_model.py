@@ -55,7 +55,7 @@ class Scripted:
         logits[0, 0, self.script[self.steps % len(self.script)]] = 1000
         return logits
 
-    rank = run
+    run_ranked = run
 
     def close(self) -> None:
         """There is nothing to free."""

@@ -47,7 +47,7 @@ class Failing:
         return FailingCache(self)
 
     @property
-    def rank(self) -> Any:
+    def run_ranked(self) -> Any:
         return self.run
 
     def __getattr__(self, name: str) -> Any:

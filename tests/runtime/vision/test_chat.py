@@ -64,7 +64,7 @@ class Recording:
         logits[..., 2] = 1
         return logits
 
-    rank = run
+    run_ranked = run
 
     def see(self, pixel_values: np.ndarray) -> np.ndarray:
         assert pixel_values.shape == (1, 3, 24, 24) and pixel_values.dtype == np.float32

@@ -76,7 +76,7 @@ def portable(seeing: Path) -> tuple[np.ndarray, Any]:
 GRAPHS = [{"phase": "prefill"}, {"phase": "prefill", "ragged_rows": True}, {"phase": "shared"}]
 
 
-@pytest.mark.parametrize("context", [*GRAPHS, {"phase": "decode", "overwritten": 1, "adapters": True}], ids=str)
+@pytest.mark.parametrize("context", [*GRAPHS, {"phase": "decode", "overwritten": 1, "opened": True}], ids=str)
 def test_images_are_seen_both_ways_as_in_the_portable_graph(lowered, portable, context):
     begun = lowered(**context)
     folder = begun.save()
