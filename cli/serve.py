@@ -20,6 +20,7 @@ from llmc.cli.options import (
     size,
 )
 from llmc.errors import UsageError, require
+from llmc.runtime.api import DRAFT_WORDS
 from llmc.runtime.server.config import Setting, read_config, settings
 from llmc.sources import is_hub_name
 
@@ -99,7 +100,8 @@ def serve_command(bundles: tuple[str, ...], offline: bool | None, config: Path |
     if chosen.ray:
         require("ray", "ray")
     models = {name: find_bundle(str(source), offline) for name, source in chosen.models.items()}
-    chosen = replace(chosen, models=models)
+    draft = chosen.draft if chosen.draft in (None, *DRAFT_WORDS) else str(find_bundle(chosen.draft, offline))
+    chosen = replace(chosen, models=models, draft=draft)
     # The web framework and Ray are imported only for this command.
     if chosen.ray:
         from llmc.runtime.server.fleet.run import serve
