@@ -12,7 +12,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -125,8 +125,7 @@ def decode(kind: Any, data: Any, where: str = "") -> Any:
     are finite, and texts hold no control characters, which a terminal would obey.
 
     Raises:
-        BundleError: a field without a default in its range is missing, or one is unknown or has a wrong type or value;
-            the message names its path.
+        BundleError: a field is missing, unknown, or has a wrong type or value; the message names its path.
     """
     return _decoder(kind)(data, (where,))
 
@@ -159,28 +158,16 @@ def _decoder(kind: Any) -> _Decoder:
 def _object(kind: type) -> _Decoder:
     hints = typing.get_type_hints(kind, include_extras=True)
     readers = {field.name: _decoder(hints[field.name]) for field in fields(kind)}
-    needed = {field.name for field in fields(kind) if not _may_be_missing(field, readers[field.name])}
 
     def read(data: Any, location: _Location) -> Any:
         if not isinstance(data, dict):
             raise BundleError(f"{_format_location(location) or kind.__name__} is {data!r:.60}, expected an object")
-        for problem, keys in (("unknown", data.keys() - readers), ("missing", needed - data.keys())):
+        for problem, keys in (("unknown", data.keys() - readers), ("missing", readers.keys() - data)):
             if keys:
                 raise BundleError(f"{problem} field {_format_location((f'.{ascii(min(keys))[1:-1]:.60}', location))}")
-        return kind(**{name: readers[name](value, (f".{name}", location)) for name, value in data.items()})
+        return kind(**{name: read_field(data[name], (f".{name}", location)) for name, read_field in readers.items()})
 
     return read
-
-
-def _may_be_missing(field: "Field[Any]", read: _Decoder) -> bool:
-    """True for a field with a default; not for a number outside its range, which only code may leave out."""
-    if type(field.default) is not int:
-        return field.default is not MISSING or field.default_factory is not MISSING
-    try:
-        read(field.default, (field.name,))
-    except BundleError:
-        return False
-    return True
 
 
 def _container(kind: type, read_item: _Decoder) -> _Decoder:

@@ -345,13 +345,6 @@ def test_links_within_the_folder_and_within_a_download_cache_are_followed(folder
     bundle.read_bundle(snapshot)
 
 
-def test_a_bundle_from_before_sources_had_an_origin_is_read(folder: Path):
-    manifest = json.loads((folder / BUNDLE_MANIFEST).read_text())
-    del manifest["source"]["origin"]
-    (folder / BUNDLE_MANIFEST).write_text(json.dumps(manifest))
-    assert bundle.read_bundle(folder).source.origin is None
-
-
 def test_a_bundle_that_is_replaced_while_it_is_read_is_read_again(folder: Path, whole: Manifest):
     """A build may publish at any moment; no mixture of two bundles is ever returned, nor taken for damage."""
     seen: list[str] = []

@@ -1,14 +1,11 @@
 """JSON of strangers is read within bounds, and nothing but regular files is."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import pytest
 
-from llmc.errors import BundleError
-from llmc.strict import DEEPEST_JSON, MOST_DIGITS, decode, open_regular, parse_json, read_json
+from llmc.strict import DEEPEST_JSON, MOST_DIGITS, open_regular, parse_json, read_json
 
 
 def test_what_lies_within_the_bounds_is_read_as_it_is(tmp_path):
@@ -70,16 +67,3 @@ def test_what_is_no_regular_file_neither_hangs_nor_is_read(tmp_path, make):
 def test_a_path_that_is_none_is_a_value_error():
     with pytest.raises(ValueError, match="null byte"):
         read_json(Path("a\0b"))
-
-
-@dataclass(frozen=True)
-class Layer:
-    number: Annotated[int, range(10)] = -1  # filled in by code
-    width: Annotated[int, range(10)] = 0
-
-
-@pytest.mark.threat("bundle-numbers")
-def test_a_field_may_be_missing_unless_its_default_is_out_of_range():
-    assert decode(Layer, {"number": 3}) == Layer(3, 0)
-    with pytest.raises(BundleError, match="missing field number"):
-        decode(Layer, {"width": 3})
