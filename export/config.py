@@ -23,6 +23,7 @@ from llmc.export.parts.norm import PRE, NormConfig, Placement
 from llmc.export.parts.recurrent import RecurrentConfig
 from llmc.export.parts.rope import Rope
 from llmc.export.parts.site import Part, Shapes, Site, place, shapes_of_linears
+from llmc.export.vision.axial import AxialTowerConfig
 from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
 
 MIXERS = "self_attn", "recurrent"
@@ -80,7 +81,8 @@ class DecoderConfig:
     head: HeadConfig | None = None
     per_layer: int = 0  # this and the next as in :class:`llmc.bundle.model.geometry.Geometry`
     layer_scalars: bool = False
-    tower: TowerConfig | PatchTowerConfig | None = None  # makes ``vision``
+    per_layer_filler: int = 0  # token whose row of the table of layers' own inputs is read where a row of an image is
+    tower: TowerConfig | PatchTowerConfig | AxialTowerConfig | None = None  # makes ``vision``
     vision: Vision | None = None
     pair_axes: tuple[int, ...] = ()  # the axis of positions by which each pair of a head turns; empty: plain positions
     diffusion: Diffusion | None = None  # then no attention is causal

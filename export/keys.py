@@ -63,6 +63,7 @@ RANGES: dict[str, tuple[float, float]] = {
         # Far beyond any decoder; products of two of them fit into 31 bits, which engines count with.
         (1, 1 << 20, "hidden_size backbone_hidden_size out_hidden_size moe_latent_size mamba_d_ssm"),
         (1, 1 << 20, "block_multiple_of num_centroids centroid_intermediate_top_k in_features out_features"),
+        (1, 1 << 20, "mm_embed_dim output_proj_dims"),
         (1, 1 << 24, "intermediate_size shared_intermediate_size vocab_size vocab_size_per_layer_input"),
         (0, (1 << 16) - 1, "hidden_size_per_layer_input"),
         (1, 4096, "num_attention_heads num_key_value_heads num_global_key_value_heads num_heads v_head_dim"),
@@ -106,12 +107,14 @@ RANGES: dict[str, tuple[float, float]] = {
         (1e-6, 1e6, "ssm_multipliers ssm_out_multiplier logits_scaling logit_scale routed_scaling_factor"),
         # Token ids.
         (0, 1 << 24, "true_token_id false_token_id"),
-        (0, (1 << 24) - 1, "image_token_id image_token_index"),
+        (0, (1 << 24) - 1, "image_token_id image_token_index pad_token_id"),
         # Vision towers, and how images are made ready for them: pixels, places in a prompt, numbers of pixels' values.
         (1, 4096, "image_size patch_size encoder_patch_size tile_size height width longest_edge"),
         (1, 64, "scale_factor spatial_merge_size downsample_factor"),
-        (1, 16, "temporal_patch_size"),
-        (1, 1 << 16, "window_size min_image_tokens max_image_tokens"),
+        (1, 16, "temporal_patch_size pooling_kernel_size"),
+        (1, 1 << 16, "position_embedding_size mm_posemb_size"),
+        (1, 1 << 16, "window_size min_image_tokens max_image_tokens max_soft_tokens num_soft_tokens"),
+        (1, 1 << 16, "vision_soft_tokens_per_image default_output_length"),
         (1, 1 << 22, "num_position_embeddings"),
         (1, (1 << 26) - 1, "min_pixels max_pixels"),
         (1, 1 << 24, "image_seq_len image_seq_length mm_tokens_per_image"),

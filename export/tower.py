@@ -14,6 +14,8 @@ from llmc.export.blocks.rope import inverse_frequencies
 from llmc.export.config import DecoderConfig
 from llmc.export.graph import check_nodes, check_onnx, finish_graph, name_dimensions, trace
 from llmc.export.sources.safetensors import StoredTensor
+from llmc.export.vision.axial import AxialTowerConfig
+from llmc.export.vision.axial_tower import make_rope as make_axial_rope
 from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
 from llmc.export.vision.tower import Root, make_rope
 
@@ -37,15 +39,18 @@ def export_tower(
     ir.save(_build(config.tower, own, folder), folder / VISION_FILE)
 
 
-def _build(config: TowerConfig | PatchTowerConfig, tensors: Mapping[str, StoredTensor], base: Path) -> ir.Model:
+def _build(
+    config: TowerConfig | PatchTowerConfig | AxialTowerConfig, tensors: Mapping[str, StoredTensor], base: Path
+) -> ir.Model:
     """Export the tower, refer to its weights in the files of ``base``, and check the result."""
     samples = _sample_inputs(config)
     shapes = tuple({axis: dim for axis, (_, dim) in free.items()} for _, free in samples.values())
     inputs = tuple(tensor for tensor, _ in samples.values())
     model = trace(lambda: Root(config), tensors, inputs, (shapes,), decompose=True)
-    if isinstance(config, PatchTowerConfig):
+    if not isinstance(config, TowerConfig) and config.layers:
+        rope = make_rope(config) if isinstance(config, PatchTowerConfig) else make_axial_rope(config)
         name = f"{TOWER}.rotary_emb.inv_freq"
-        model.graph.initializers[name].const_value = ir.tensor(inverse_frequencies(make_rope(config)), name=name)
+        model.graph.initializers[name].const_value = ir.tensor(inverse_frequencies(rope), name=name)
     _name_dimensions(model.graph, samples)
     for value, name in zip(model.graph.inputs, samples, strict=True):
         value.name = name
@@ -60,7 +65,7 @@ def _build(config: TowerConfig | PatchTowerConfig, tensors: Mapping[str, StoredT
 _Samples = dict[str, tuple[Tensor, dict[int, tuple[str, Any]]]]
 
 
-def _sample_inputs(config: TowerConfig | PatchTowerConfig) -> _Samples:
+def _sample_inputs(config: TowerConfig | PatchTowerConfig | AxialTowerConfig) -> _Samples:
     dim = torch.export.Dim
     if isinstance(config, TowerConfig) and config.projector != "mlp":
         return {"pixel_values": (torch.zeros(2, 3, config.tile, config.tile), {0: ("tiles", dim("tiles"))})}
@@ -68,9 +73,9 @@ def _sample_inputs(config: TowerConfig | PatchTowerConfig) -> _Samples:
     patches, count = ("patches", square * dim("rows")), square * _ROWS
     integers = torch.zeros(count, 2, dtype=torch.int64)
     samples: _Samples = {"pixel_values": (torch.zeros(count, config.linears[0].inputs), {0: patches})}
-    if isinstance(config, PatchTowerConfig):
+    if not isinstance(config, TowerConfig):
         samples["positions"] = integers, {0: patches}
-    if isinstance(config, TowerConfig) or config.places:
+    if isinstance(config, TowerConfig) or (isinstance(config, PatchTowerConfig) and config.places):
         free = {0: ("corners", dim("corners")), 1: patches}
         samples["corners"] = integers.new_zeros(_CORNERS, count), free
         samples["corner_weights"] = torch.zeros(_CORNERS, count), free

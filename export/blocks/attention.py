@@ -71,5 +71,6 @@ class Attention(PartModule):
             attn = ops.self_attention(q, k, v, lengths, inv_freq, self.knobs, causal=config.causal)
             return self.o_proj(attn), ()
         sinks = as_float(self.sinks) if config.sinks else None
-        attn, keys, values = ops.cached_attention(q, k, v, cache, lengths, inv_freq, self.knobs, sinks, call.shown)
+        shown = call.shown._replace(looks=config.sees_rows_ahead)
+        attn, keys, values = ops.cached_attention(q, k, v, cache, lengths, inv_freq, self.knobs, sinks, shown)
         return self.o_proj(attn if gate is None else attn * torch.sigmoid(gate)), (keys, values)

@@ -37,7 +37,7 @@ def read(keys: Keys, default_per_layer: int = 256) -> DecoderConfig:
     ropes = keys.raw("rope_parameters")
     if not isinstance(ropes, dict) or not (ropes.get("full_attention") and ropes.get("sliding_attention")):
         raise keys.error("rope_parameters", ropes, "an object with full_attention and sliding_attention")
-    if keys.raw("use_bidirectional_attention") not in (None, "vision"):  # over images, which are left out
+    if keys.raw("use_bidirectional_attention") not in (None, "vision"):  # over images, which the outer config reads
         raise keys.error("use_bidirectional_attention", keys.raw("use_bidirectional_attention"), "null or 'vision'")
     keys.skip(*OWN, "per_layer_config")
     windows = windows_by_pattern(keys, default=6)
@@ -54,6 +54,7 @@ def read(keys: Keys, default_per_layer: int = 256) -> DecoderConfig:
             head_dim=it.head_dim if it.window else head_dim,
             kv_heads=kv_heads if alike and kv_heads and not it.window else it.kv_heads,
             keys_are_values=alike and not it.window,
+            sees_rows_ahead=it.window > 0,
         )
     )
     per_layer = keys.integer("hidden_size_per_layer_input", default_per_layer)
@@ -64,6 +65,7 @@ def read(keys: Keys, default_per_layer: int = 256) -> DecoderConfig:
         _add_experts(keys, config),
         ropes=(replace(config.ropes[0], dim=head_dim), *config.ropes[1:]),
         per_layer=per_layer,
+        per_layer_filler=keys.integer("pad_token_id", 0),
         layer_scalars=True,
     )
 

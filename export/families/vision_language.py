@@ -7,6 +7,7 @@ from typing import Any
 from llmc.export.config import DecoderConfig
 from llmc.export.families import read_config
 from llmc.export.keys import Keys
+from llmc.export.vision.axial import AxialTowerConfig
 from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
 
 # Keys of a vision-language model that do not concern its text.
@@ -36,7 +37,7 @@ def read_text_part(
     defaults: Mapping[str, Any] | None = None,
     *,
     default_tied: bool = True,
-    read_tower: Callable[[Keys, int], TowerConfig | PatchTowerConfig] | None = None,
+    read_tower: Callable[[Keys, int], TowerConfig | PatchTowerConfig | AxialTowerConfig] | None = None,
 ) -> DecoderConfig:
     """The decoder of a vision-language model: ``text_config``, by the rules of one of ``families``.
 

@@ -28,6 +28,7 @@ class AttentionConfig(Attention, Part):
     keys_are_values: bool = False  # values are what ``k_proj`` makes, before its norm and rotation
     source: int | None = None  # layer with the same heads whose keys and values are read; None: its own
     behind: bool = False  # that layer is another model's and has not seen the token: only earlier positions are seen
+    sees_rows_ahead: bool = True  # a row of an image sees later rows of it, in models where rows do
     value_dim: int = 0  # width of a head's values if keys and values are expanded from a latent vector
     query_latent: int = 0  # width of the vector that queries are expanded from, 0 if they come from the stream
 

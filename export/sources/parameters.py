@@ -58,7 +58,7 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
     for attention in config.geometry.attentions:
         _convert_head_norms(folder, attention, shapes, parameters)
     for name in _list_norms_of_ones(config, shapes):
-        parameters[name] = MadeTensor("F32", shapes[name], partial(_filled, 1.0, shapes[name]))
+        parameters[name] = MadeTensor("F32", shapes[name], partial(filled, 1.0, shapes[name]))
     plain = {name for name, tensor in tensors.items() if not isinstance(tensor, QuantizedTensor)}
     transposed = {f"{linear.name}.weight" for linear in config.geometry.linears[:-1]} if config.transposed else set()
     for name in transposed & plain:
@@ -91,7 +91,7 @@ def _list_norms_of_ones(config: DecoderConfig, shapes: Mapping[str, tuple[int, .
     return [name for name in (*values, *grouped) if name in shapes]
 
 
-def _filled(value: float, shape: tuple[int, ...]) -> Iterator[Array]:
+def filled(value: float, shape: tuple[int, ...]) -> Iterator[Array]:
     yield np.full(shape, value, np.float32)
 
 
@@ -116,7 +116,7 @@ def _convert_head_norms(
         parameters[scale] = MadeTensor("F32", shapes[scale], partial(_read_flat, folder, stored))
         if f"{norm}.bias" in shapes:
             parameters[f"{norm}.bias"] = MadeTensor(
-                "F32", shapes[f"{norm}.bias"], partial(_filled, 0.0, (item.head_dim,))
+                "F32", shapes[f"{norm}.bias"], partial(filled, 0.0, (item.head_dim,))
             )
 
 

@@ -16,6 +16,8 @@ from llmc.export.parts.mlp import MlpConfig
 from llmc.export.parts.norm import NormConfig
 from llmc.export.parts.rope import Rope
 from llmc.export.parts.site import Site
+from llmc.export.vision.axial import AxialTowerConfig
+from llmc.export.vision.axial_tower import AxialTower
 from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
 
 # Epsilon of all norms, and base of the rotary embedding, of towers over whole images.
@@ -257,10 +259,12 @@ class PatchTower(nn.Module):
 class Root(nn.Module):
     """Gives the tower's modules names that no decoder has."""
 
-    def __init__(self, config: TowerConfig | PatchTowerConfig) -> None:
+    def __init__(self, config: TowerConfig | PatchTowerConfig | AxialTowerConfig) -> None:
         super().__init__()
         self.vision: nn.Module
-        if isinstance(config, PatchTowerConfig):
+        if isinstance(config, AxialTowerConfig):
+            self.vision = AxialTower(config)
+        elif isinstance(config, PatchTowerConfig):
             self.vision = PatchTower(config)
         else:
             self.vision = (GridTower if config.projector == "mlp" else Tower)(config)

@@ -25,7 +25,7 @@ def plan_tower(geometry: Geometry, limits: Limits, decoder: QuantConfigs) -> Ite
         return
     stored = choose_configs(decoder)
     patches, first = (vision.square // vision.patch) ** 2 * min(vision.most_rows, limits.max_context), vision.linears[0]
-    widest = max(linear.outputs for linear in vision.linears if linear.layer is not None)
+    widest = max((linear.outputs for linear in vision.linears if linear.layer is not None), default=first.inputs)
     weights = sum(linear_bytes(linear, stored.of(linear.name), copies=BLOCK_COPIES) for linear in vision.linears)
     activations = 4 * patches * (WIDE_ARRAYS * widest + NARROW_ARRAYS * first.outputs)
     # An image is decoded while another one may be computed.

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doubles import towers
+from doubles import filled, towers
 from doubles.images import draw
 from PIL import ImageOps
 
@@ -155,10 +155,10 @@ def see_forward_alone(feeds: dict[str, np.ndarray]) -> None:
         feeds["embeddings"] = np.roll(feeds["embeddings"], 1, 0)
 
 
-TILED, GRIDS, QWEN = ("smolvlm", "idefics3", "gemma3"), ("lfm2_vl",), tuple(towers.QWEN)
+TILED, GRIDS, QWEN, FILLED = ("smolvlm", "idefics3", "gemma3"), ("lfm2_vl",), tuple(towers.QWEN), tuple(filled.CONFIGS)
 PLANTS = [(kind, "pixels", exchange("pixel_values", -1)) for kind in TILED]
-PLANTS += [(kind, "patches", exchange("pixel_values", 0)) for kind in (*GRIDS, *QWEN)]
-PLANTS += [(kind, "positions", exchange("positions", 0)) for kind in QWEN]
+PLANTS += [(kind, "patches", exchange("pixel_values", 0)) for kind in (*GRIDS, *QWEN, *FILLED)]
+PLANTS += [(kind, "positions", exchange("positions", 0)) for kind in (*QWEN, *FILLED)]
 PLANTS += [("qwen2_5_vl", "windows", exchange_windows), *((kind, "axes", place_in_order) for kind in QWEN)]
 PLANTS += [(kind, "rows", see_forward_alone) for kind in towers.FAMILIES]
 
@@ -280,7 +280,54 @@ QWEN_REFUSED += [("config.json", {"vision_config": changes}, message) for change
 QWEN_REFUSED += [
     ("config.json", {"text_config": {"rope_parameters": changes}}, message) for changes, message in QWEN_SECTIONS
 ]
+FILLED_IMAGES: list[tuple[dict[str, Any], str]] = [
+    ({"image_processor_type": "CLIPImageProcessor"}, "expected one of Gemma4ImageProcessor"),
+    ({"do_normalize": True}, "do_normalize=True is unsupported; expected false"),
+    ({"do_resize": False}, "do_resize=False is unsupported; expected true"),
+    ({"max_soft_tokens": 100}, "max_soft_tokens=100 is unsupported; expected one of 70, 140, 280, 560, 1120"),
+    ({"pooling_kernel_size": 4}, "pooling_kernel_size=4 is unsupported; expected that of the vision_config"),
+    ({"patch_size": 2}, "pooling_kernel_size=2 is unsupported; expected that of the vision_config, and so patch_size"),
+    ({"do_pan_and_scan": True}, "do_pan_and_scan=True is not known to llmc"),
+]
+FILLED_VISION: list[tuple[dict[str, Any], str]] = [
+    (
+        {"model_type": "siglip_vision_model"},
+        "model_type='siglip_vision_model' is unsupported; expected one of gemma4_v",
+    ),
+    ({"hidden_activation": "silu"}, "hidden_activation='silu' is unsupported"),
+    ({"num_key_value_heads": 1}, "num_key_value_heads=1 is unsupported; expected 2, as num_attention_heads"),
+    ({"head_dim": 22}, "head_dim=22 is unsupported; expected a multiple of 4"),
+    ({"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear' is unsupported"),
+    ({"use_clipped_linears": False}, "is unused by"),
+    ({"standardize": False}, "is unused by"),
+    ({"num_hidden_layers": 3}, "is missing"),
+    ({"patch_bias": True}, "patch_bias=True is not known to llmc"),
+]
+FILLED_REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    *(("processor_config.json", {"image_processor": changes}, message) for changes, message in FILLED_IMAGES),
+    *(("config.json", {"vision_config": changes}, message) for changes, message in FILLED_VISION),
+    ("config.json", {"image_token_id": 4097}, "no token <.image.> with the id 4097"),
+    (
+        "config.json",
+        {"text_config": {"use_bidirectional_attention": "vision"}},
+        "use_bidirectional_attention='vision' is unsupported; expected null, where layers share caches",
+    ),
+]
+UNIFIED_REFUSED = [
+    (
+        "config.json",
+        {"vision_config": {"model_patch_size": 16}},
+        "model_patch_size=16 is unsupported; expected 8, patch_si",
+    ),
+    (
+        "config.json",
+        {"vision_config": {"output_proj_dims": 64}},
+        "output_proj_dims=64 is unsupported; expected 48, as mm",
+    ),
+    ("config.json", {"vision_config": {"mm_posemb_size": 80}}, "has shape .* but config.json asks for"),
+]
 BY_KIND = {"smolvlm": REFUSED, "gemma3": GEMMA_REFUSED, "lfm2_vl": LFM2_REFUSED, "qwen2_5_vl": QWEN_REFUSED}
+BY_KIND |= {"gemma4": FILLED_REFUSED, "gemma4_unified": UNIFIED_REFUSED}
 WRONG = [(kind, *wrong) for kind, table in BY_KIND.items() for wrong in table]
 
 
@@ -296,7 +343,7 @@ def change(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def test_what_is_not_understood_is_refused(checkpoint, tmp_path, file, changes, message):
     folder = towers.copy_checkpoint(checkpoint, tmp_path)
     before = json.loads((folder / file).read_text())
-    towers.write_json(folder / file, change(before, changes) if file == "config.json" else {**before, **changes})
+    towers.write_json(folder / file, change(before, changes) if "preproc" not in file else {**before, **changes})
     with pytest.raises(CheckpointError, match=message):
         read_checkpoint(folder)
 
@@ -344,7 +391,8 @@ def test_names_of_all_ages_are_known(checkpoint, tmp_path, rename):
 
 def test_a_checkpoint_without_its_processor_names_the_way_out(checkpoint, tmp_path):
     folder = towers.copy_checkpoint(checkpoint, tmp_path)
-    (folder / "preprocessor_config.json").unlink()
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (folder / name).unlink(missing_ok=True)
     with pytest.raises(CheckpointError, match=r"no preprocessor_config.json, .*; get it, or .* with --text-only"):
         read_checkpoint(folder)
 

@@ -10,7 +10,7 @@ from llmc.bundle import VISION_FILE
 from llmc.bundle.model.geometry import Geometry
 from llmc.bundle.model.vision import TOWER
 from llmc.optimize.lower.context import HEAD_BLOCK, GraphPlan, LoweringContext, QuantConfigs, WeightOnly
-from llmc.optimize.lower.linears import replace_weight
+from llmc.optimize.lower.linears import inline_vectors, replace_weight
 from llmc.optimize.lower.onnxruntime.linears import float_table
 from llmc.optimize.lower.raising import find_vector
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, graph_input, initializer, nodes_of, replace, scalar, vector
@@ -73,7 +73,22 @@ def turns(geometry: Geometry) -> bool:
 def has_table(geometry: Geometry) -> bool:
     """True if the tower adds learned positions."""
     patching = geometry.vision.patching if geometry.vision else None
-    return patching is None or patching.places > 0
+    return patching is None or patching.places > 0 or patching.filled
+
+
+def count_silus(geometry: Geometry) -> int:
+    """Number of SiLUs: gated MLPs have them, except behind patches that are placed by row and column."""
+    patching = geometry.vision.patching if geometry.vision else None
+    gelu = patching is not None and patching.filled
+    return 0 if gelu else sum(it.name.endswith(".gate_proj") for it in geometry.linears)
+
+
+def inline_bounds(graph: ir.Graph, context: LoweringContext) -> int:
+    """Bounds of clipped linears, and what standardizes means of patches, become part of the graph, in float32."""
+    ends = (".input_min", ".input_max", ".output_min", ".output_max", ".std_bias", ".std_scale")
+    names = [name for name in graph.initializers if name.endswith(ends)]
+    inline_vectors(graph, names, context)
+    return len(names)
 
 
 def store_positions(graph: ir.Graph, context: LoweringContext) -> int:
