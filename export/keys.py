@@ -24,7 +24,8 @@ IRRELEVANT = frozenset({
     "num_return_sequences", "output_attentions", "output_hidden_states", "output_past", "output_scores", "pad_token_id",
     "perceiver_config", "pixel_shuffle_factor",
     "prefix", "pretraining_tp", "problem_type", "remove_invalid_values", "repetition_penalty", "return_dict",
-    "return_dict_in_generate", "sentence_transformers", "sep_token_id", "suppress_tokens", "task_specific_params",
+    "return_dict_in_generate", "sbert_ce_default_activation_function",
+    "sentence_transformers", "sep_token_id", "suppress_tokens", "task_specific_params",
     "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript",
     "transformers.js_config", "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version",
     "use_bfloat16", "use_cache",
@@ -57,6 +58,7 @@ RANGES: dict[str, tuple[float, float]] = {
         # Tables with an entry per layer are made, and every layer is traced; the deepest known decoder has 126.
         (1, 1024, "num_hidden_layers depth no_rope_layer_interval sliding_window_pattern full_attention_interval"),
         (1, 1024, "decoder_sparse_step"),
+        (1, 255, "type_vocab_size"),
         (0, 1024, "num_dense_layers first_k_dense_replace"),
         (0, 1023, "num_kv_shared_layers"),
         (0, 64, "num_nextn_predict_layers num_mtp_layers"),  # layers that predict further tokens
@@ -105,7 +107,7 @@ RANGES: dict[str, tuple[float, float]] = {
         (1e-6, 1e6, "attention_out_multiplier key_multiplier lm_head_multiplier mlp_multipliers ssm_in_multiplier"),
         (1e-6, 1e6, "ssm_multipliers ssm_out_multiplier logits_scaling logit_scale routed_scaling_factor"),
         # Token ids.
-        (0, 1 << 24, "true_token_id false_token_id"),
+        (0, 1 << 24, "true_token_id false_token_id pad_token_id"),
         (0, (1 << 24) - 1, "image_token_id image_token_index"),
         # Vision towers, and how images are made ready for them: pixels, places in a prompt, numbers of pixels' values.
         (1, 4096, "image_size patch_size encoder_patch_size tile_size height width longest_edge"),
