@@ -1,7 +1,10 @@
 """BERT: learned positions and token types, layer norms behind every sum, a plain MLP, biases everywhere, both ways."""
 
 from dataclasses import replace
+from typing import Literal
 
+from llmc.bundle.model.encoder import Pooling
+from llmc.bundle.model.experts import Activation
 from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
 from llmc.export.parts.encoder import DenseConfig, EncoderConfig
@@ -64,10 +67,17 @@ def attend_both_ways(config: DecoderConfig) -> DecoderConfig:
     return config.change_attentions(lambda _, it: replace(it, causal=False))
 
 
-def classify(hidden: int) -> EncoderConfig:
-    """A dense layer and tanh on the first token's values, and a score of the result."""
-    dense = DenseConfig(hidden, hidden, True, "tanh")
-    return EncoderConfig(result="scores", pooling="first", width=1, dense=(dense,), score_bias=True)
+def classify(
+    hidden: int,
+    *,
+    pooling: Pooling = "first",
+    bias: bool = True,
+    activation: Activation | Literal["tanh"] = "tanh",
+    normed: bool = False,
+) -> EncoderConfig:
+    """A dense layer with an activation behind the pooling, and a score of the result."""
+    dense = DenseConfig(hidden, hidden, bias, activation, normed)
+    return EncoderConfig(result="scores", pooling=pooling, width=1, dense=(dense,), score_bias=True)
 
 
 def list_renamed(

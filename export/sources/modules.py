@@ -45,7 +45,7 @@ IDENTITY, TANH, SIGMOID = (
 ACTIVATION, OLD_ACTIVATION = "activation_fn", "sbert_ce_default_activation_function"
 POSITIONS_WEIGHT = f"{POSITIONS}.weight"
 # Prefixes of the names of all tensors but those of a head.
-PREFIXES = ("model.", "bert.", "roberta.")
+PREFIXES = ("model.", "bert.", "roberta.", "nomic_bert.")
 # Beginnings of the names of tensors of a family's ForSequenceClassification.
 CLASSIFIERS = tuple(f"{kind}.0." for kind in (DENSE, f"{DENSE}_norm", SCORE))
 HEAD_WEIGHT, TABLE_WEIGHT, SCORE_WEIGHT = "lm_head.weight", "model.embed_tokens.weight", "score.weight"

@@ -64,11 +64,36 @@ BERT = {
 }
 ROBERTA = {**BERT, "model_type": "roberta", "pad_token_id": 3, "type_vocab_size": 1}
 XLM_ROBERTA = {**ROBERTA, "model_type": "xlm-roberta"}
+# A window is shorter than the texts.
+MODERNBERT = {
+    **{key: BERT[key] for key in ("vocab_size", "num_key_value_heads", "pad_token_id")},
+    "model_type": "modernbert",
+    "num_hidden_layers": 3,
+    "global_attn_every_n_layers": 2,
+    "local_attention": 12,
+    "hidden_activation": "gelu_new",
+    "norm_eps": 0.01,
+    "norm_bias": True,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "classifier_pooling": "mean",
+    "classifier_bias": True,
+    "classifier_activation": "gelu_new",
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+NOMIC_BERT = {
+    **{key: BERT[key] for key in ("vocab_size", "num_key_value_heads", "pad_token_id", "layer_norm_eps")},
+    "model_type": "nomic_bert",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+}
 WORDS = "def f x return import os for name in listdir print class pass word query document"
 # Families of word pieces, and their special tokens.
 _ROBERTA = {"cls": "<s>", "unk": "<unk>", "sep": "</s>", "pad": "<pad>"}
 _BERT = {name: f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep")}
-PIECES = {"bert": _BERT, "roberta": _ROBERTA, "xlm-roberta": _ROBERTA}
+PIECES = {"bert": _BERT, "roberta": _ROBERTA, "xlm-roberta": _ROBERTA, "modernbert": _ROBERTA, "nomic_bert": _BERT}
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789():.,'#_+*?"
 # The Dense layers of a case: outputs, inputs, bias and activation.
 DENSE = ((48, HIDDEN, False, "linear.Identity"), (32, 48, True, "activation.Tanh"))

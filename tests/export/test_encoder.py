@@ -36,6 +36,8 @@ CASES: dict[str, dict[str, Any]] = {
     "both ways, two ropes, in windows": {"pooling": "mean", "dense": encoders.DENSE, **encoders.GEMMA},
     "bert": {"pooling": "cls_token", **encoders.BERT},
     "xlm-roberta": {"pooling": "cls_token", **encoders.XLM_ROBERTA},
+    "modernbert": {"pooling": "cls_token", **encoders.MODERNBERT},
+    "nomic_bert": {"pooling": "mean", **encoders.NOMIC_BERT},
     "bert, mean, float16": {"pooling": "mean", **encoders.BERT, "dtype": "float16", "hidden_act": "gelu"},
 }
 GEMMA = "both ways, two ropes, in windows"
@@ -78,7 +80,11 @@ def test_a_graph_embeds_ragged_rows_as_sentence_transformers_does(name, exported
 
 
 QUERY, DOCUMENTS = "where is f ?", ["def f(x): return x", "", "import os\nprint(os.listdir('.'))"]
-RERANKERS: dict[str, dict[str, Any]] = {"bert": encoders.BERT, "roberta": encoders.ROBERTA}
+RERANKERS: dict[str, dict[str, Any]] = {
+    "bert": encoders.BERT,
+    "roberta": encoders.ROBERTA,
+    "modernbert": encoders.MODERNBERT,
+}
 
 
 @pytest.mark.parametrize("name", RERANKERS)
