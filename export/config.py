@@ -11,7 +11,7 @@ from llmc.bundle.model.draft_head import DraftHead
 from llmc.bundle.model.encoder import Encoder
 from llmc.bundle.model.geometry import Geometry
 from llmc.bundle.model.linear import Linear
-from llmc.bundle.model.names import EMBEDDING, HEAD, PER_LAYER, PER_LAYER_PROJECTION, POSITIONS, TYPES
+from llmc.bundle.model.names import DISTANCES, EMBEDDING, HEAD, PER_LAYER, PER_LAYER_PROJECTION, POSITIONS, TYPES
 from llmc.bundle.model.norm import Norm
 from llmc.bundle.model.vision import Vision
 from llmc.export.heads.shapes import EMBEDDING_NORM, HeadConfig
@@ -71,6 +71,8 @@ class DecoderConfig:
     learned_positions: bool = False
     first_position: int = 0  # row of the stored table for a text's first token
     stored_types: int = 0  # rows of the table of token types in the checkpoint
+    # Attentions add a bias, of a stored table [32, heads] for ranges of distances, as T5 has them.
+    distance_ranges: bool = False
     classifier: EncoderConfig | None = (
         None  # end of the family's ForSequenceClassification; None: the last token's score
     )
@@ -240,6 +242,8 @@ class DecoderConfig:
             shapes[f"{POSITIONS}.weight"] = (self.max_positions, self.hidden_size)
         if self.encoder is not None and self.encoder.types:
             shapes[f"{TYPES}.weight"] = (self.encoder.types, self.hidden_size)
+        if self.distance_ranges:
+            shapes[f"{DISTANCES}.weight"] = (2 * self.max_positions - 1, self.geometry.most_heads)
         shapes |= shapes_of_linears([it for it in geometry.linears if it.name != HEAD or not self.tied_head])
         for norm in geometry.norms:
             shapes |= {f"{norm.name}.{part}": (norm.size,) for part in ("weight", "bias")[: 1 + norm.bias]}

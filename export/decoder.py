@@ -139,7 +139,8 @@ class DecoderLayer(nn.Module):
 class Stack(nn.Module):
     """All but the head; Hugging Face calls it ``model``. Only a namespace: :class:`Decoder` runs it."""
 
-    embed_types: Embedding  # of some encoders
+    embed_types: Embedding  # this and the next of some encoders
+    distance_bias: nn.Module
     post_projection: Linear  # this and the next of some draft heads
     centroids: Linear
 

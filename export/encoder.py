@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from llmc.bundle.model.encoder import DENSE, SCORE
-from llmc.export.blocks.linear import Embedding, Linear
+from llmc.export.blocks.linear import Embedding, Linear, as_float
 from llmc.export.blocks.mlp import ACTIVATIONS
 from llmc.export.blocks.norm import Norm
 from llmc.export.blocks.part import Call
@@ -32,6 +33,20 @@ class MeanPooling(nn.Module):
         return torch.where(inside, hidden, 0.0).sum(1) / rows.float()
 
 
+class DistanceBias(nn.Module):
+    """ids (B, S) -> biases (1, H, S, S) of queries and keys, by how far the key comes before the query."""
+
+    def __init__(self, positions: int, heads: int) -> None:
+        super().__init__()
+        self.last = positions - 1
+        self.weight = nn.Parameter(torch.empty(2 * positions - 1, heads), requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        counted = (ids[:1] <= ids[:1]).long().cumsum(1)  # (1, S)
+        distance = counted.transpose(0, 1) - counted + self.last  # (S, S)
+        return as_float(functional.embedding(distance, self.weight)).permute(2, 0, 1).unsqueeze(0)
+
+
 class Normalize(nn.Module):
     """x (B, N) -> vectors of length one."""
 
@@ -50,6 +65,8 @@ class Encoder(nn.Module):
         self.embedding_scale = Scale(config.embedding_scale)
         if self.end.types:
             self.model.embed_types = Embedding(self.end.types, config.hidden_size)
+        if self.end.biased:
+            self.model.distance_bias = DistanceBias(config.max_positions, config.geometry.most_heads)
         self.row, self.mean, self.normalize = TakePositions(), MeanPooling(), Normalize()
         self.rotary_emb = nn.ModuleList(RotaryEmbedding(inverse_frequencies(rope)) for rope in config.ropes)
         self.dense, self.score = (
@@ -71,7 +88,8 @@ class Encoder(nn.Module):
         """ids (B, S), lengths (B) and, if the model has them, types of tokens (B, S) -> vectors (B, W) or scores (B),
         and the values (B, S, N) before the first layer and after each, so that the graph can be cut there."""
         ropes: list[Any] = [rope.inv_freq for rope in self.rotary_emb]
-        call = Call(lengths, ropes)
+        bias = self.model.distance_bias(input_ids) if self.end.biased else None
+        call = Call(lengths, ropes, bias=bias)
         borders = [self._embed(input_ids, token_types)]
         for layer in self.model.layers:
             borders.append(layer(borders[-1], None, call)[0])

@@ -26,4 +26,6 @@ class Encoder:
     template: bool = False  # the chat template joins query and document; else the tokenizer does, as a pair
     # Types of tokens that the graph takes: 0 for a query's, 1 for a document's. 0 types if it takes none.
     types: Annotated[int, range(1 << 8)] = 0
+    # Attentions add a value for each head, by the distance of two tokens: a table [2 * max_positions - 1, heads].
+    biased: bool = False
     padding: Annotated[int, range(1 << 24)] | None = None  # token that is ignored at the end of a text

@@ -92,6 +92,11 @@ class Geometry:
         return "decoder" if self.generates else "encoder"
 
     @property
+    def small_tables(self) -> int:
+        """Number of tables that have no row for each token of the vocabulary."""
+        return self.learned_positions + self.takes_types + (self.encoder is not None and self.encoder.biased)
+
+    @property
     def takes_types(self) -> bool:
         """True if the graph takes the type of each token."""
         return self.encoder is not None and self.encoder.types > 0

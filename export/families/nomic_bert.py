@@ -31,9 +31,9 @@ UNUSED = """
 """
 PACKED = (("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),)
 RENAMED = (
-    *(("model.emb_ln", "model.layers.0.input_layernorm"), ("model.encoder.layers", "model.layers")),
-    *(("attn.Wqkv", "self_attn.qkv_proj"), ("attn.out_proj", "self_attn.o_proj")),
-    *(("norm1", "post_attention_layernorm"), ("mlp.fc2", "mlp.down_proj")),
+    *(("model.emb_ln", "model.layers.0.input_layernorm"), ("attn.out_proj", "self_attn.o_proj")),
+    *(("attn.Wqkv", "self_attn.qkv_proj"), ("norm1", "post_attention_layernorm")),
+    ("mlp.fc2", "mlp.down_proj"),
     *(("mlp.fc11", "mlp.up_proj"), ("mlp.fc12", "mlp.gate_proj")),
 )
 
@@ -57,17 +57,11 @@ def read(keys: Keys) -> DecoderConfig:
         default_theta=1000.0,
         default_tied=True,
     )
-    layers = len(config.layers)
     return replace(
         attend_both_ways(config),
         stored_types=keys.integer("type_vocab_size", 2),
         classifier=classify(config.hidden_size),
         packed=PACKED,
-        renamed=(
-            *list_renamed(layers, "model.layers", "post_mlp_layernorm"),
-            *list_renamed(layers, "model.encoder.layers", "norm2"),
-            *RENAMED,
-            *HEAD,
-        ),
+        renamed=(*list_renamed(len(config.layers), "model.encoder.layers", "norm2"), *RENAMED, *HEAD),
         left_out=("cls", "position_ids"),
     )

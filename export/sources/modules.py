@@ -14,10 +14,11 @@ import numpy as np
 
 from llmc.bundle import CONFIG_FILE
 from llmc.bundle.model.encoder import DENSE, SCORE, Pooling
-from llmc.bundle.model.names import POSITIONS, TYPES
+from llmc.bundle.model.names import DISTANCES, POSITIONS, TYPES
 from llmc.errors import CheckpointError
 from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys, read_object, read_value
+from llmc.export.parts.attention import RANGES, find_range
 from llmc.export.parts.encoder import DenseConfig, EncoderConfig
 from llmc.export.sources.codes import Weight, rows_of
 from llmc.export.sources.made import MadeTensor
@@ -43,9 +44,9 @@ IDENTITY, TANH, SIGMOID = (
 )
 # Key of the activation of scores, here and in the config of versions before 4.
 ACTIVATION, OLD_ACTIVATION = "activation_fn", "sbert_ce_default_activation_function"
-POSITIONS_WEIGHT = f"{POSITIONS}.weight"
+POSITIONS_WEIGHT, DISTANCES_WEIGHT = f"{POSITIONS}.weight", f"{DISTANCES}.weight"
 # Prefixes of the names of all tensors but those of a head.
-PREFIXES = ("model.", "bert.", "roberta.", "nomic_bert.")
+PREFIXES = ("model.", "bert.", "roberta.", "mpnet.", "nomic_bert.")
 # Beginnings of the names of tensors of a family's ForSequenceClassification.
 CLASSIFIERS = tuple(f"{kind}.0." for kind in (DENSE, f"{DENSE}_norm", SCORE))
 HEAD_WEIGHT, TABLE_WEIGHT, SCORE_WEIGHT = "lm_head.weight", "model.embed_tokens.weight", "score.weight"
@@ -150,6 +151,8 @@ def replace_head(
     if config.learned_positions and (table := tensors.get(POSITIONS_WEIGHT)) is not None:
         first, rows = config.first_position, table.shape[0]
         tensors[POSITIONS_WEIGHT] = rows_of(table, min(first, rows), min(first + longest, rows))
+    if config.distance_ranges and (table := tensors.get(DISTANCES_WEIGHT)) is not None:
+        end, tensors[DISTANCES_WEIGHT] = replace(end, biased=True), _spread(folder, table, longest)
     if config.stored_types and not end.types:
         _fold_type(folder, POSITIONS_WEIGHT if config.learned_positions else TABLE_WEIGHT, tensors)
     ropes = tuple(  # longrope's factors for the longest text serve all texts
@@ -159,6 +162,18 @@ def replace_head(
         for rope in config.ropes
     )
     return replace(config, encoder=end, tied_head=False, max_positions=longest, ropes=ropes), tensors
+
+
+def _spread(folder: Path, table: Weight, positions: int) -> MadeTensor:
+    """A row for every distance of two tokens, the last token's from the first one's last, of a table of ranges."""
+    if not isinstance(table, StoredTensor) or table.dtype not in FLOATS or table.shape[:1] != (2 * RANGES,):
+        raise CheckpointError(f"{folder}: {DISTANCES_WEIGHT} is no table of {2 * RANGES} floats for each head")
+    rows = [find_range(distance) for distance in range(1 - positions, positions)]
+
+    def pieces() -> Iterator[Array]:
+        yield np.concatenate(list(read_pieces(folder, table))).astype(np.float32)[rows]
+
+    return MadeTensor("F32", (len(rows), *table.shape[1:]), pieces)
 
 
 def _fold_type(folder: Path, name: str, tensors: dict[str, Weight]) -> None:

@@ -89,11 +89,25 @@ NOMIC_BERT = {
     "model_type": "nomic_bert",
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
 }
+MPNET = {
+    **{key: value for key, value in BERT.items() if key != "type_vocab_size"},
+    "model_type": "mpnet",
+    "pad_token_id": 1,
+    "hidden_act": "gelu",
+}
 WORDS = "def f x return import os for name in listdir print class pass word query document"
 # Families of word pieces, and their special tokens.
 _ROBERTA = {"cls": "<s>", "unk": "<unk>", "sep": "</s>", "pad": "<pad>"}
+_MPNET = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "[UNK]"}
 _BERT = {name: f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep")}
-PIECES = {"bert": _BERT, "roberta": _ROBERTA, "xlm-roberta": _ROBERTA, "modernbert": _ROBERTA, "nomic_bert": _BERT}
+PIECES = {
+    "bert": _BERT,
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
+    "modernbert": _ROBERTA,
+    "nomic_bert": _BERT,
+    "mpnet": _MPNET,
+}
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789():.,'#_+*?"
 # The Dense layers of a case: outputs, inputs, bias and activation.
 DENSE = ((48, HIDDEN, False, "linear.Identity"), (32, 48, True, "activation.Tanh"))

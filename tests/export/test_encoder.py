@@ -12,6 +12,7 @@ from doubles import encoders
 from llmc.errors import CheckpointError
 from llmc.export import export
 from llmc.export.config import DecoderConfig
+from llmc.export.parts.attention import find_range
 from llmc.export.sources.checkpoint import read_checkpoint
 from llmc.export.sources.made import MadeTensor, array_type
 
@@ -38,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "xlm-roberta": {"pooling": "cls_token", **encoders.XLM_ROBERTA},
     "modernbert": {"pooling": "cls_token", **encoders.MODERNBERT},
     "nomic_bert": {"pooling": "mean", **encoders.NOMIC_BERT},
+    "mpnet": {"pooling": "mean", **encoders.MPNET},
     "bert, mean, float16": {"pooling": "mean", **encoders.BERT, "dtype": "float16", "hidden_act": "gelu"},
 }
 GEMMA = "both ways, two ropes, in windows"
@@ -77,6 +79,15 @@ def test_a_graph_embeds_ragged_rows_as_sentence_transformers_does(name, exported
     checkpoint, folder = exported(name)
     (found,) = onnxruntime_run(folder)(padded(tokens(checkpoint)))
     assert np.abs(found - encoders.embeddings(checkpoint, TEXTS)).max() <= TOLERANCE
+
+
+def test_distances_share_biases_as_in_transformers():
+    import torch
+    from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+
+    distances = range(-520, 521)
+    wanted = MPNetEncoder.relative_position_bucket(-torch.tensor(distances)).tolist()
+    assert [find_range(distance) for distance in distances] == wanted
 
 
 QUERY, DOCUMENTS = "where is f ?", ["def f(x): return x", "", "import os\nprint(os.listdir('.'))"]
