@@ -302,6 +302,21 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"],
         "tie_word_embeddings": True,
     },
+    "qwen3_next-packed-by-key-heads": {
+        "model_type": "qwen3_next",
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_only_layers": [1],
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "norm_topk_prob": False,
+    },
     "lfm2-short-convolutions": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "conv_bias": True},
     "qwen3_moe-first-layer-dense-bf16": {
         **MIXTURE,
@@ -439,7 +454,8 @@ class Reference:
         import torch
 
         positions = torch.arange(start, start + ids.shape[1])[None]
-        step = 1 if self.model.config.model_type == "qwen3_5_text" else ids.shape[1]  # its chunks round otherwise
+        stepwise = self.model.config.model_type in ("qwen3_5_text", "qwen3_next")  # whose chunks round otherwise
+        step = 1 if stepwise else ids.shape[1]
         past, logits = None, []
         with torch.no_grad():
             for each, places in zip(torch.from_numpy(ids).split(step, 1), positions.split(step, 1), strict=True):
