@@ -186,6 +186,10 @@ class Keys:
                 self._values = {key: kept for key, kept in self._values.items() if key != own} | {name: value}
                 self._own_names[name] = own
 
+    def fill(self, **defaults: Any) -> None:
+        """Take the values of ``defaults`` for keys that are missing."""
+        self._values = {**defaults, **self._values}
+
     def __contains__(self, name: str) -> bool:
         return name in self._values
 

@@ -119,7 +119,7 @@ def _read_gguf(path: Path, named: Sequence[tuple[Path, float]]) -> Checkpoint:
     config = read_config(keys)
     adapters = [read_adapter(adapter, scale, path, model.config) for adapter, scale in named]
     generation, left_out = _read_generation(model.generation, path, config)
-    plain = replace(config, norm=replace(config.norm, offset=False), transposed=False, packed_by_head=False)
+    plain = replace(config, norm=replace(config.norm, offset=False), transposed=False, packed_groups=0)
     tensors = match_tensors(path, config, _merge(path, plain, model.tensors, adapters))  # the converter renamed them
     source = describe_source(path, model.texts[CONFIG_FILE].encode(), model.files, tensors, adapters)
     notes = (*keys.notes, *left_out, *model.notes, *_notes(adapters))
