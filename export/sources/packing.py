@@ -292,7 +292,7 @@ class _Parts:
             if common is not None:
                 factor = self._read(common).reshape(())
                 values = values * factor if part == "weight_scale_2" else values / factor
-            return values * np.float32(0.5)
+            return np.asarray(values * np.float32(0.5), np.float32)
 
         return QuantizedTensor(MadeTensor("I8", (outputs, inputs), pieces), block, halves)
 
