@@ -69,7 +69,7 @@ def _read_linears(keys: Keys, patch: int, merged: int, common: dict[str, Any]) -
     width = keys.integer("mm_embed_dim", 3840)
     keys.fixed("output_proj_dims", width, ", as mm_embed_dim")
     places = keys.integer("mm_posemb_size", 1120)
-    sizes = {"layers": 0, "heads": 0, "head_dim": 0, "inner": 0, "theta": 0.0}
+    sizes: dict[str, Any] = {"layers": 0, "heads": 0, "head_dim": 0, "inner": 0, "theta": 0.0}
     return AxialTowerConfig(patch=patch * merged, merged=1, width=width, places=places, **sizes, **common)
 
 

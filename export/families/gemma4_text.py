@@ -60,11 +60,14 @@ def read(keys: Keys, default_per_layer: int = 256) -> DecoderConfig:
     rows = keys.integer("vocab_size_per_layer_input", config.vocab_size)
     if per_layer and rows != config.vocab_size:
         raise keys.error("vocab_size_per_layer_input", rows, f"vocab_size={config.vocab_size}")
+    filler = keys.integer("pad_token_id", 0) if per_layer else 0
+    if filler >= rows:
+        raise keys.error("pad_token_id", filler, f"less than vocab_size={rows}")
     return replace(
         _add_experts(keys, config),
         ropes=(replace(config.ropes[0], dim=head_dim), *config.ropes[1:]),
         per_layer=per_layer,
-        per_layer_filler=keys.integer("pad_token_id", 0),
+        per_layer_filler=filler,
         layer_scalars=True,
     )
 

@@ -289,6 +289,22 @@ def test_in_8_bits_the_tower_is_judged_and_the_bundle_verified(shared: Path, tmp
         assert [tokens(handle.result()) for handle in together] == alone
 
 
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("family", filled.CONFIGS, indirect=True)
+def test_towers_that_place_patches_by_row_and_column_are_rounded_to_8_bits(
+    shared: Path, talks: dict[str, Any], tmp_path: Path, precision: str
+):
+    report = build(BuildRequest(shared / "export", tmp_path / precision, precision=precision, max_batch=4))
+    assert report.manifest.similarity is not None and report.manifest.similarity.texts >= 12
+    assert LEAST_COSINE < report.manifest.similarity.smallest < 1 - 1e-6
+    assert verify(report.output).prompts == 4
+    with load(report.output, threads=1) as model:
+        assert exchange_positions(model) < LEAST_COSINE
+        alone = {name: tokens(model.chat(messages, **GREEDY)) for name, messages in talks.items()}
+        together = {name: model.stream_chat(messages, **GREEDY) for name, messages in talks.items()}
+        assert {name: tokens(handle.result()) for name, handle in together.items()} == alone
+
+
 @with_axes
 def test_a_rotated_stream_computes_the_same_with_images(
     shared: Path, talks: Any, tmp_path: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
