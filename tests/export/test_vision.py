@@ -332,7 +332,7 @@ WRONG = [(kind, *wrong) for kind, table in BY_KIND.items() for wrong in table]
 
 
 def change(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    inner = {name: change(values[name], it) for name, it in changes.items() if isinstance(it, dict)}
+    inner = {name: change(values.get(name, {}), it) for name, it in changes.items() if isinstance(it, dict)}
     return {**values, **changes, **inner}
 
 
