@@ -78,7 +78,8 @@ class DecoderConfig:
     )
     # Weights of a layer that are stored as the rows of one tensor: its module, and theirs in order.
     packed: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    packed_by_head: bool = False  # such rows are stored head by head: query, key and value of the first, and so on
+    # Such rows are stored in so many groups, one for each head: its queries, keys and values, and so on; 0 for none.
+    packed_groups: int = 0
     transposed: bool = False  # the linears of layers are stored as [inputs, outputs]
     # Parts of tensor names in the checkpoint, whole words between dots, and llmc's names for them.
     renamed: tuple[tuple[str, str], ...] = ()

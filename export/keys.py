@@ -89,7 +89,7 @@ RANGES: dict[str, tuple[float, float]] = {
         (0, 1e3, "mscale mscale_all_dim llama_4_scaling_beta"),
         # Scale of queries: products are divided by its root.
         (1e-3, 1e6, "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping"),
-        # Recurrent layers: heads, their widths, and taps of a convolution (3 and 4 in published models).
+        # Recurrent layers: heads, their widths, and taps of a convolution (3, 4 and 7 in published models).
         (1, 4095, "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"),
         (1, 4095, "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head"),
         (2, 255, "linear_conv_kernel_dim conv_L_cache mamba_d_conv"),
@@ -185,6 +185,10 @@ class Keys:
                     raise self.error(own, value, f"the same as {name}={self._values[name]!r:.80}")
                 self._values = {key: kept for key, kept in self._values.items() if key != own} | {name: value}
                 self._own_names[name] = own
+
+    def fill(self, **defaults: Any) -> None:
+        """Take the values of ``defaults`` for keys that are missing."""
+        self._values = {**defaults, **self._values}
 
     def __contains__(self, name: str) -> bool:
         return name in self._values

@@ -67,6 +67,11 @@ class Embedder(LoadedBundle):
         """Values of a result."""
         return self._form.width
 
+    @property
+    def prompt_names(self) -> tuple[str, ...]:
+        """Names of the checkpoint's prompts, such as ``query`` and ``document``."""
+        return tuple(self._prompts.named)
+
     def embed(
         self,
         texts: Sequence[str],

@@ -25,7 +25,7 @@ from llmc.export.sources.made import MadeTensor
 from llmc.export.sources.modules import default_ending, prefix_names, read_ending, replace_head
 from llmc.export.sources.packing import unpack_weights
 from llmc.export.sources.parameters import Tensors, decoder_tensors, explain_shape
-from llmc.export.sources.quantization import read_quantization
+from llmc.export.sources.quantization import add_modelopt, read_quantization
 from llmc.export.sources.safetensors import DTYPE_NAMES, FLOATS, StoredTensor, read_shards
 from llmc.export.sources.tokens import cut_tokenizer
 from llmc.export.sources.towers import read_image_steps, read_tower
@@ -119,7 +119,7 @@ def _read_gguf(path: Path, named: Sequence[tuple[Path, float]]) -> Checkpoint:
     config = read_config(keys)
     adapters = [read_adapter(adapter, scale, path, model.config) for adapter, scale in named]
     generation, left_out = _read_generation(model.generation, path, config)
-    plain = replace(config, norm=replace(config.norm, offset=False), transposed=False, packed_by_head=False)
+    plain = replace(config, norm=replace(config.norm, offset=False), transposed=False, packed_groups=0)
     tensors = match_tensors(path, config, _merge(path, plain, model.tensors, adapters))  # the converter renamed them
     source = describe_source(path, model.texts[CONFIG_FILE].encode(), model.files, tensors, adapters)
     notes = (*keys.notes, *left_out, *model.notes, *_notes(adapters))
@@ -134,7 +134,7 @@ def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: b
     if (folder / bundle.EXPORT_MANIFEST).exists():
         raise CheckpointError(f"{folder} is an export already; expected a checkpoint. Go on with: llmc build {folder}")
     _refuse_adapter(folder)
-    values = require_object(folder, CONFIG_FILE)
+    values = add_modelopt(folder, require_object(folder, CONFIG_FILE))
     ending = read_ending(folder, values)
     keys = Keys(keep_text_part(values) if text_only or ending else values, str(folder / CONFIG_FILE))
     quantization = read_quantization(keys)

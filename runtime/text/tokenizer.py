@@ -192,6 +192,17 @@ class Tokenizer:
             read *= 2
         return encode(text), len(text)
 
+    def cut_text(self, text: str, most: int) -> str:
+        """The beginning of ``text`` that has at most ``most`` tokens (1 or more), without special tokens around it."""
+        encode = partial(self.encode, add_special_tokens=False)
+        ids, read = self.encode_within(text, most, encode)
+        if len(ids) <= most:
+            return text
+        with _translate_errors(text):
+            spans = self._backend.encode(text[:read], add_special_tokens=False).offsets
+        # The last token kept may end within a character, the first one left out begin behind a space.
+        return text[: min(spans[most - 1][1], spans[most][0])]
+
     @cached_property
     def controls(self) -> ControlTokens:
         unknown = (self.special_tokens.get("unk_token"), getattr(self._backend.model, "unk_token", None))
