@@ -42,7 +42,8 @@ GGUF = ".gguf"
 # Files beside the weights that an export reads; an adapter's is among them, since an export refuses to leave it out.
 TEXT_FILES = {
     *(CONFIG_FILE, "generation_config.json", *TOKENIZER_FILES, "chat_template.json", ADAPTER_FILE),
-    *("processor_config.json", "preprocessor_config.json", "modules.json", "sentence_bert_config.json"),
+    *("processor_config.json", "preprocessor_config.json", "modules.json"),
+    *(f"sentence_{kind}_config.json" for kind in "bert roberta distilbert camembert albert xlm-roberta xlnet".split()),
 }
 _MORE_TEXTS = re.compile(r"additional_chat_templates/[\w.-]+\.jinja|\d+_\w+/config\.json", re.ASCII)
 _MORE_WEIGHTS = re.compile(r"\d+_\w+/model\.safetensors", re.ASCII)  # of sentence-transformers' dense layers
