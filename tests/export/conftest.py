@@ -46,6 +46,12 @@ GEMMA4 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     },
 }
+SWASH = {
+    "num_hidden_layers": 4,
+    "sliding_window": 6,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+    "layer_rope_theta": [500.0, 100.0, 0, 500.0],
+}
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 40,
@@ -213,6 +219,21 @@ CASES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.3,
         "attention_multiplier": 0.1,
         "logits_scaling": 2.0,
+    },
+    "granite_swa-bases-by-layer": {
+        **SWASH,
+        "model_type": "granite_swa",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 2.0,
+    },
+    "granitemoe_swa-experts-beside-mlp": {
+        **SWASH,
+        **MIXTURE,
+        "model_type": "granitemoe_swa",
+        "shared_intermediate_size": 48,
+        "attention_multiplier": 0.1,
     },
     "gemma-bf16": {"model_type": "gemma", "head_dim": 32, "dtype": "bfloat16", "pad_token_id": None},
     "olmo2-norms-behind": {"model_type": "olmo2", "attention_bias": True, "pad_token_id": None},
@@ -388,7 +409,16 @@ DENSE = tuple(
     for name, case in CASES.items()
     if "num_experts_per_tok" not in case
     and case["model_type"]
-    not in ("qwen3_5_text", "lfm2", "gemma4_text", "gemma4_unified_text", "falcon_h1", "nemotron_h", "youtu")
+    not in (
+        "qwen3_5_text",
+        "lfm2",
+        "gemma4_text",
+        "gemma4_unified_text",
+        "falcon_h1",
+        "nemotron_h",
+        "youtu",
+        "granite_swa",
+    )
     and "mamba" not in case.get("layer_types", ())
 )
 
