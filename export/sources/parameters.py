@@ -196,12 +196,9 @@ def _stack_experts(folder: Path, config: DecoderConfig, tensors: Tensors) -> Ten
             ):
                 raise CheckpointError(f"{folder}: the experts of {item.name} have several dtypes; expected one for all")
             coded = [weight for weight in parts if isinstance(weight, QuantizedTensor)]
+            if names == first and experts.squared:
+                coded[::2] = [replace(gate, scales=partial(_steepen, gate.scales)) for gate in coded[::2]]
             floats = [weight for weight in parts if isinstance(weight, StoredTensor | MadeTensor)]
-            if coded and experts.squared:
-                raise CheckpointError(
-                    f"{folder}: {expert_names[0]} is quantized, and llmc reads experts without a gate only as floats; "
-                    "export the checkpoint that it was made from"
-                )
             stacked = {name: tensor for name, tensor in stacked.items() if name not in expert_names}
             shape = (item.count, part.outputs, part.inputs)
             stacked[f"{part.name}.weight"] = (
@@ -290,6 +287,11 @@ def _read_all(
         is_gate = names == ("up_proj", "up_proj") and number % 2 == 0
         for matrix in [_map(folder, tensor)] if isinstance(tensor, StoredTensor) else tensor.pieces():
             yield (matrix * STEEP).astype(matrix.dtype) if is_gate else matrix
+
+
+def _steepen(scales: Callable[[], NDArray[np.float32]]) -> NDArray[np.float32]:
+    steep: NDArray[np.float32] = scales() * np.float32(STEEP)
+    return steep
 
 
 def _map(folder: Path, tensor: StoredTensor) -> Array:

@@ -339,6 +339,21 @@ CASES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
     },
     "lfm2-short-convolutions": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "conv_bias": True},
+    "lfm3-windows-and-head-gates": {
+        "model_type": "lfm3",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "sliding_attention", "full_attention"],
+        "head_dim": 32,
+        "sliding_window": 6,
+        "conv_L_cache": 5,
+        "conv_bias": True,
+        "attention_bias": True,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 5000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        "pad_token_id": None,
+    },
     "qwen3_moe-first-layer-dense-bf16": {
         **MIXTURE,
         "model_type": "qwen3_moe",
@@ -403,22 +418,23 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-# Those without layers that are lowered for CPUs alone.
+# Families with layers that are lowered for CPUs alone.
+ON_CPUS = [
+    "falcon_h1",
+    "gemma4_text",
+    "gemma4_unified_text",
+    "granite_swa",
+    "lfm2",
+    "lfm3",
+    "nemotron_h",
+    "qwen3_5_text",
+    "youtu",
+]
 DENSE = tuple(
     name
     for name, case in CASES.items()
     if "num_experts_per_tok" not in case
-    and case["model_type"]
-    not in (
-        "qwen3_5_text",
-        "lfm2",
-        "gemma4_text",
-        "gemma4_unified_text",
-        "falcon_h1",
-        "nemotron_h",
-        "youtu",
-        "granite_swa",
-    )
+    and case["model_type"] not in ON_CPUS
     and "mamba" not in case.get("layer_types", ())
 )
 
