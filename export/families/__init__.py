@@ -8,6 +8,7 @@ from llmc.export.keys import Keys
 
 # Families that the function ``read`` of the module with their name reads.
 _NAMED = """
+    apertus
     bert
     cohere cohere2
     deepseek_v2 deepseek_v3

@@ -56,6 +56,7 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
         parameters |= _convert_recurrent(folder, config, item, tensors)
     for attention in config.geometry.attentions:
         _convert_head_norms(folder, attention, shapes, parameters)
+    parameters |= _widen_scalars(tensors, shapes)
     for name in _list_norms_of_ones(config, shapes):
         parameters[name] = MadeTensor("F32", shapes[name], partial(_filled, 1.0, shapes[name]))
     plain = {name for name, tensor in tensors.items() if not isinstance(tensor, QuantizedTensor)}
@@ -88,6 +89,12 @@ def _list_norms_of_ones(config: DecoderConfig, shapes: Mapping[str, tuple[int, .
     ]
     grouped = [f"{item.name}.norm.weight" for item in config.geometry.recurrents if f"{item.name}.norm_scale" in shapes]
     return [name for name in (*values, *grouped) if name in shapes]
+
+
+def _widen_scalars(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+    """Stored scalars as vectors of one value, where the decoder has such a vector."""
+    scalars = {name: it for name, it in tensors.items() if isinstance(it, StoredTensor) and it.shape == ()}
+    return {name: replace(it, shape=(1,)) for name, it in scalars.items() if shapes.get(name) == (1,)}
 
 
 def _filled(value: float, shape: tuple[int, ...]) -> Iterator[Array]:

@@ -382,6 +382,7 @@ CASES: dict[str, dict[str, Any]] = {
         "swiglu_limit": 1.0,
         "dtype": "bfloat16",
     },
+    "apertus-learned-activation": {"model_type": "apertus", "attention_bias": True, "rope_parameters": LLAMA3_ROPE},
     "starcoder2-window-fp16": {"model_type": "starcoder2", "sliding_window": 6, "dtype": "float16"},
     "glm4-sandwich": {"model_type": "glm4", "head_dim": 16, "attention_bias": True, "pad_token_id": None},
     "cohere-parallel": {"model_type": "cohere", "logit_scale": 0.25, "pad_token_id": None},
@@ -420,6 +421,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 # Families with layers that are lowered for CPUs alone.
 ON_CPUS = [
+    "apertus",
     "falcon_h1",
     "gemma4_text",
     "gemma4_unified_text",
