@@ -120,7 +120,7 @@ PASSES: dict[str, tuple[Step, ...]] = {
         # After rows are packed and heads folded: it puts attentions into branches.
         Step("attend both ways", image_attention.attend_both_ways),
         # After rows are packed: convolutions and recurrences run over each row by itself.
-        Step("inline layer scalars", norms.inline_scalars, lambda g: g.layers * g.layer_scalars),
+        Step("inline scalars", norms.inline_scalars, lambda g: g.scalars),
         Step("lower recurrences", recurrent.lower_recurrences, lambda g: len(g.recurrents)),
         REMOVE_DEAD,
     ),
