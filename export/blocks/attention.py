@@ -79,4 +79,5 @@ class Attention(PartModule):
         """attn (B, S, H * D), a factor of each value or of each head (B, S, H) -> attn."""
         if self.config.gate != "head":
             return attn * gate
-        return (attn.unflatten(-1, (self.config.heads, self.config.head_dim)) * gate.unsqueeze(-1)).flatten(-2)
+        heads = attn.view(*gate.shape, self.config.head_dim)
+        return (heads * gate.unsqueeze(-1)).flatten(-2)

@@ -82,11 +82,18 @@ def read_vision(
         *(tower.tile, tower.patch, tower.tokens, tower.token_id, tiling),
         *(SOFT_MARKERS if pools else MARKERS, tower.layers, tower.linears),
         both_ways=pools,
+        norms=count_norms(tower),
     )
     if vision.most_tiles > MOST_TILES:
         most = f"a longest_edge that cuts an image into at most {MOST_TILES} tiles of {tower.tile} pixels"
         raise inner.error("size", tiling.longest_edge, most)
     return vision
+
+
+def count_norms(tower: TowerConfig | PatchTowerConfig) -> int:
+    """Number of norms of a tower: each has one vector called ``weight``, and nothing else has."""
+    shapes = tower.parameter_shapes.items()
+    return sum(len(shape) == 1 and name.endswith(".weight") for name, shape in shapes)
 
 
 def _read_tiling(keys: Keys, tower: TowerConfig) -> Tiling:
@@ -154,6 +161,7 @@ def _read_naflex(outer: Keys, keys: Keys, tower: TowerConfig) -> Vision:
     return Vision(
         *(tile, tower.patch, (tile // square) ** 2, tower.token_id, None),
         *(NAFLEX_MARKERS, tower.layers, tower.linears, patching),
+        norms=count_norms(tower),
     )
 
 
@@ -174,6 +182,7 @@ def _read_patching(keys: Keys, tower: PatchTowerConfig) -> Vision:
         frames=tower.frames,
         window=tower.window,
         places=tower.places,
+        kernel=tower.kernel,
     )
     keys.finish()
     if patching.least_pixels > patching.most_pixels:
@@ -188,8 +197,9 @@ def _read_patching(keys: Keys, tower: PatchTowerConfig) -> Vision:
         layers=tower.layers,
         linears=tower.linears,
         patching=patching,
-        axes=3,
+        axes=tower.axes,
         deep=len(tower.deep),
+        norms=count_norms(tower),
     )
 
 

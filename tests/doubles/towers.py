@@ -192,6 +192,28 @@ QWEN_IMAGES = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "processor_class": "Qwen2_5_VLProcessor",
 }
+# LFM3-VL, with Qwen's processor.
+LFM3_CONFIG = {
+    "text_config": {
+        **QWEN_TEXT,
+        "model_type": "lfm3",
+        "layer_types": ["conv", "sliding_attention", "full_attention"],
+        "head_dim": 16,
+        "sliding_window": 12,
+        "pad_token_id": 0,
+    },
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "patch_size": PATCH,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+    },
+    "projector_hidden_size": 40,
+}
 QWEN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}:"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -226,7 +248,7 @@ FAMILIES = {
     "lfm2_vl": Family(LFM2_CONFIG, LFM2_IMAGES, LFM2_PROCESSOR, (*LFM2_MARKERS, *LFM2_PLACES), 16, 1),
     **{
         kind: Family({**config, **PLACE_TOKENS}, QWEN_IMAGES, {}, QWEN_MARKERS, template=QWEN_TEMPLATE)
-        for kind, config in QWEN.items()
+        for kind, config in {**QWEN, "lfm3_vl": LFM3_CONFIG}.items()
     },
 }
 
@@ -287,8 +309,8 @@ def read_processor(folder: Path, kind: str) -> Any:
     from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-    if kind in QWEN:
-        return QwenProcessor(folder)
+    if kind in (*QWEN, "lfm3_vl"):
+        return QwenProcessor(folder, with_kinds=kind in QWEN)
     if kind == "lfm2_vl":
         from doubles.naflex import NaflexProcessor
 
@@ -317,14 +339,16 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 class QwenProcessor:
-    """What transformers' Qwen2_5_VLProcessor makes of messages, which needs torchvision for videos."""
+    """What transformers' Qwen2_5_VLProcessor, and with the kinds of tokens left out Lfm3VlProcessor, makes of messages;
+    they need torchvision for videos."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, with_kinds: bool) -> None:
         from transformers import PreTrainedTokenizerFast
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         self.images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+        self.with_kinds = with_kinds
 
     def apply_chat_template(self, messages: Sequence[Any], **_: Any) -> dict[str, Any]:
         import torch
@@ -339,5 +363,5 @@ class QwenProcessor:
                 for number, part in enumerate(text.split("<|image_pad|>"))
             )
         ids = torch.tensor([self.tokenizer.encode(text, add_special_tokens=False)])
-        kinds = (ids == QWEN_IMAGE).int()
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": kinds, **given}
+        given |= {"mm_token_type_ids": (ids == QWEN_IMAGE).int()} if self.with_kinds else {}
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **given}
