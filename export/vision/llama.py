@@ -25,6 +25,7 @@ class LlamaTowerConfig(PatchTowerConfig):
     kernel: int = 0  # patches per side that a convolution sees
     convolved: tuple[int, ...] = ()  # layers that mix patches by a gated convolution instead of attention
     takes_turns: bool = False  # rows turn by the even frequencies of a head, columns by the odd ones
+    lines: bool = False  # the tokens of an image are written in lines
     merging: bool = False  # a square's values, channel by channel, become as many as a patch has by a linear of its own
     merger_norm: NormKind  # its epsilon is the next field
     merger_eps: float

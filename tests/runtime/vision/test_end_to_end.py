@@ -33,7 +33,7 @@ TILED = draw("RGB", 32, 32), draw("RGBA", 200, 40), ImageOps.invert(draw("L", 11
 SQUARES = draw("RGB", 16, 16), draw("RGBA", 75, 26), draw("L", 111, 130)
 # Each with how many tokens its answer about the largest image reuses at least.
 OF_SQUARES = (*towers.QWEN, "lfm3_vl")
-FAMILIES = {"smolvlm": 65, "gemma3": 17, "lfm2_vl": 17, **dict.fromkeys(OF_SQUARES, 32)}
+FAMILIES = {"smolvlm": 65, "gemma3": 17, "lfm2_vl": 17, "mistral3": 5, **dict.fromkeys(OF_SQUARES, 32)}
 
 one_family = pytest.mark.parametrize("family", ["smolvlm"], indirect=True)
 with_axes = pytest.mark.parametrize("family", towers.QWEN, indirect=True)
