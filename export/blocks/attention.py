@@ -68,7 +68,7 @@ class Attention(PartModule):
         inv_freq = self.rotary_emb.inv_freq if inv_freq is None else inv_freq
         if cache is None:
             assert not config.sinks, "sinks are for attention over a cache"
-            attn = ops.self_attention(q, k, v, lengths, inv_freq, self.knobs, causal=config.causal)
+            attn = ops.self_attention(q, k, v, lengths, inv_freq, self.knobs, causal=config.causal, bias=call.bias)
             return self.o_proj(attn), ()
         sinks = as_float(self.sinks) if config.sinks else None
         attn, keys, values = ops.cached_attention(q, k, v, cache, lengths, inv_freq, self.knobs, sinks, call.shown)
@@ -79,5 +79,5 @@ class Attention(PartModule):
         """attn (B, S, H * D), a factor of each value or of each head (B, S, H) -> attn."""
         if self.config.gate != "head":
             return attn * gate
-        heads = attn.view(*gate.shape, self.config.head_dim)
+        heads = attn.view(*attn.shape[:-1], self.config.heads, self.config.head_dim)
         return (heads * gate.unsqueeze(-1)).flatten(-2)

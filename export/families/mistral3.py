@@ -24,7 +24,7 @@ EPS = 1e-5  # of the tower's norms. Source: transformers, pixtral
 
 def read(keys: Keys) -> DecoderConfig:
     """``text_config`` names the family of the text part."""
-    return read_text_part(keys, ("mistral", "ministral3"), read_tower=_read_tower)
+    return read_text_part(keys, ("mistral", "ministral3", "mistral4"), read_tower=_read_tower)
 
 
 def _read_tower(outer: Keys, hidden_size: int) -> LlamaTowerConfig:

@@ -1,7 +1,10 @@
 """Attentions."""
 
 from dataclasses import dataclass
+from math import log
 from typing import Literal
+
+import numpy as np
 
 from llmc.bundle.model.attention import Attention
 from llmc.bundle.model.cache import Cache
@@ -12,6 +15,20 @@ QkNorm = Literal["none", "head", "whole", "head_after_rope"]
 # A gate's sigmoid multiplies the output: a gate for each value, made by ``q_proj`` (each head's query, then its gate)
 # or by a linear of its own, or one for each head.
 Gate = Literal["none", "beside_queries", "value", "head"]
+
+
+# Ranges of distances that share a bias, for each direction: single ones up to the half, then ever longer ones.
+RANGES, FURTHEST = 16, 128
+
+
+def find_range(distance: int) -> int:
+    """The row of a stored table of biases for how far a key comes before its query (arXiv 1910.10683)."""
+    ahead, apart, single = RANGES if distance < 0 else 0, abs(distance), RANGES // 2
+    if apart < single:
+        return ahead + apart
+    # In float32, as transformers does: at its borders a range is chosen by rounding.
+    steps = np.log(np.float32(apart) / np.float32(single)) / np.float32(log(FURTHEST / single))
+    return ahead + min(RANGES - 1, single + int(steps * np.float32(RANGES - single)))
 
 
 @dataclass(frozen=True, kw_only=True)
