@@ -34,6 +34,7 @@ class Markers:
     after: Lines  # after every image
     placeholder: str = ""  # what templates write once for an image, empty if that is the token itself
     before: Lines = ("",)  # before every image
+    line_end: Lines = ("",)  # between the lines of an image's rows
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Patching:
     least_tiles: Annotated[int, range(1, MOST_TILES)] = 1  # that a large image is cut into
     most_tiles: Annotated[int, range(1, MOST_TILES)] = 1  # 1 if no image is cut
     tolerance: float = 1.0  # an image that is not cut has at most so many times ``most_pixels``
+    kernel: Annotated[int, range(1 << 6)] = 0  # patches per side that convolutions of the tower see, 0 without one
+    longest_edge: Annotated[int, range(1 << 13)] = 0  # pixels; then only larger images are made smaller (Pixtral), or 0
     # Small images grow to ``most_pixels`` too; patches lie as SigLIP 2's, and their rows and columns are fed (Gemma 4).
     filled: bool = False
 
@@ -115,6 +118,11 @@ class Vision:
     def most_tokens(self) -> int:
         """Tokens of the largest image."""
         return self.tokens * (self.most_tiles - 1) + self.most_rows
+
+    @property
+    def attentions(self) -> int:
+        """Number of attentions in the tower."""
+        return sum(linear.name.endswith(".self_attn.o_proj") for linear in self.linears)
 
     @property
     def least_chunk(self) -> int:

@@ -63,11 +63,15 @@ def read(keys: Keys, default_per_layer: int = 256) -> DecoderConfig:
     filler = keys.integer("pad_token_id", 0) if per_layer else 0
     if filler >= rows:
         raise keys.error("pad_token_id", filler, f"less than vocab_size={rows}")
+    config = _add_experts(keys, config)
+    # Some checkpoints store keys and values that these layers do not have.
+    shared = [index for index, it in enumerate(config.layers) if it.attention and it.attention.source is not None]
     return replace(
-        _add_experts(keys, config),
+        config,
         ropes=(replace(config.ropes[0], dim=head_dim), *config.ropes[1:]),
         per_layer=per_layer,
         per_layer_filler=filler,
+        left_out=tuple(f"layers.{i}.self_attn.{name}" for i in shared for name in ("k_proj", "v_proj", "k_norm")),
         layer_scalars=True,
     )
 

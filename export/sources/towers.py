@@ -71,11 +71,9 @@ def _tower_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Ten
             if name in tensors:
                 dtype = "F32" if view is plus_one else ""
                 tensors[name] = make_view(folder, tensors[name], view, tensors[name].shape[::-1], dtype)
-    return (
-        tensors | _convert_axial(folder, config.tower, tensors)
-        if isinstance(config.tower, AxialTowerConfig)
-        else tensors
-    )
+    if isinstance(config.tower, AxialTowerConfig):
+        tensors |= _convert_axial(folder, config.tower, tensors)
+    return tensors
 
 
 def _convert_axial(folder: Path, tower: AxialTowerConfig, tensors: Tensors) -> Tensors:

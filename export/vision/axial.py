@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from llmc.bundle.model.linear import Linear
 from llmc.bundle.model.vision import TOWER
 from llmc.export.parts.norm import SANDWICH
+from llmc.export.parts.rope import Rope
 from llmc.export.parts.site import Shapes, shapes_of_linears
 
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -49,6 +50,11 @@ class AxialTowerConfig:
     def embeds_pixels(self) -> bool:
         """True without layers: layer norms stand around the product with pixels, which has a bias."""
         return not self.layers
+
+    @property
+    def rope(self) -> Rope:
+        """Half of a head's pairs turn by the row of a patch, the others as fast by its column."""
+        return Rope(self.head_dim // 2, self.theta)
 
     @property
     def linears(self) -> tuple[Linear, ...]:

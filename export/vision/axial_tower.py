@@ -12,17 +12,11 @@ from llmc.export.blocks.rope import RotaryEmbedding, inverse_frequencies
 from llmc.export.blocks.scale import Scale
 from llmc.export.parts.mlp import MlpConfig
 from llmc.export.parts.norm import NormConfig
-from llmc.export.parts.rope import Rope
 from llmc.export.parts.site import Site
 from llmc.export.vision.axial import BOUNDS, FEEDERS, HEAD_NORMS, PIXEL_NORMS, STANDARD, AxialTowerConfig
 
 # Epsilon of the layer norms around the product with pixels. Source: transformers, gemma4_unified.
 EPS = 1e-5
-
-
-def make_rope(config: AxialTowerConfig) -> Rope:
-    """Half of a head's pairs turn by the row of a patch, the others as fast by its column."""
-    return Rope(config.head_dim // 2, config.theta)
 
 
 class AxialTable(nn.Module):
@@ -111,7 +105,7 @@ class AxialTower(nn.Module):
         self.patch_embedding = Linear(pixels, width, bias=config.embeds_pixels)
         self.position_embedding = AxialTable(config.places, width, alternating=config.embeds_pixels)
         if config.layers:
-            self.rotary_emb = RotaryEmbedding(inverse_frequencies(make_rope(config)))
+            self.rotary_emb = RotaryEmbedding(inverse_frequencies(config.rope))
         self.layers = nn.ModuleList(AxialLayer(config, norm) for _ in range(config.layers))
         self.scale = Scale(1.0 if config.embeds_pixels else width**0.5)
         for name in STANDARD if config.standardized else ():

@@ -23,8 +23,9 @@ from llmc.runtime.vision.tower import Tower
 TOLERANCE = 1e-4
 # Where images are cut one tile, and a row of four with the whole; of squares of 8 pixels 2 x 2, and 3 x 9 with windows
 # that are not full; for LFM2-VL sizes that neither its processor nor llmc resizes, which round differently.
+LLAMAS = ("lfm3_vl", "mistral3")
 IMAGES = {kind: (draw("RGB", 32, 32), draw("RGBA", 200, 40)) for kind in towers.FAMILIES}
-IMAGES |= {kind: (draw("L", 111, 30), draw("RGBA", 75, 26)) for kind in towers.QWEN}
+IMAGES |= {kind: (draw("L", 111, 30), draw("RGBA", 75, 26)) for kind in (*towers.QWEN, *LLAMAS)}
 IMAGES["lfm2_vl"] = draw("RGB", 32, 32), draw("RGBA", 48, 16)
 
 
@@ -157,8 +158,9 @@ def see_forward_alone(feeds: dict[str, np.ndarray]) -> None:
 
 TILED, GRIDS, QWEN, FILLED = ("smolvlm", "idefics3", "gemma3"), ("lfm2_vl",), tuple(towers.QWEN), tuple(filled.CONFIGS)
 PLANTS = [(kind, "pixels", exchange("pixel_values", -1)) for kind in TILED]
-PLANTS += [(kind, "patches", exchange("pixel_values", 0)) for kind in (*GRIDS, *QWEN, *FILLED)]
-PLANTS += [(kind, "positions", exchange("positions", 0)) for kind in (*QWEN, *FILLED)]
+PLANTS += [(kind, "patches", exchange("pixel_values", 0)) for kind in (*GRIDS, *QWEN, *LLAMAS, *FILLED)]
+PLANTS += [(kind, "positions", exchange("positions", 0)) for kind in (*QWEN, *LLAMAS, *FILLED)]
+PLANTS += [("lfm3_vl", "neighbors", exchange("neighbors", 1))]
 PLANTS += [("qwen2_5_vl", "windows", exchange_windows), *((kind, "axes", place_in_order) for kind in QWEN)]
 PLANTS += [(kind, "rows", see_forward_alone) for kind in towers.FAMILIES]
 
@@ -326,7 +328,30 @@ UNIFIED_REFUSED = [
     ),
     ("config.json", {"vision_config": {"mm_posemb_size": 80}}, "has shape .* but config.json asks for"),
 ]
-BY_KIND = {"smolvlm": REFUSED, "gemma3": GEMMA_REFUSED, "lfm2_vl": LFM2_REFUSED, "qwen2_5_vl": QWEN_REFUSED}
+LFM3_REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("config.json", {"vision_config": changes}, message)
+    for changes, message in (
+        ({"conv_kernel_size": 2}, "conv_kernel_size=2 is unsupported; expected an odd number"),
+        ({"layer_types": ["conv"]}, "layer_types=.* 3 entries, each one of conv, full_attention"),
+        ({"num_attention_heads": 3}, "num_attention_heads=3 is unsupported; expected a divisor of a fourth"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3 is unsupported; expected a divisor of num_attention"),
+        ({"norm_bias": True}, "norm_bias=True is not known to llmc"),
+    )
+]
+BY_KIND = {"smolvlm": REFUSED, "gemma3": GEMMA_REFUSED, "lfm2_vl": LFM2_REFUSED, "lfm3_vl": LFM3_REFUSED}
+MISTRAL_REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("preprocessor_config.json", {"image_processor_type": "CLIPImageProcessor"}, "expected one of PixtralImagePr"),
+    ("preprocessor_config.json", {"size": {"height": 64, "width": 64}}, "longest_edge is missing"),
+    ("preprocessor_config.json", {"do_center_crop": True}, "do_center_crop=True is unsupported; expected false"),
+    ("processor_config.json", {"image_break_token": "\n"}, "image_break_token=.* expected .*IMG_BREAK"),
+    ("processor_config.json", {"patch_size": 8}, "patch_size=8 is unsupported; expected 4, as config.json"),
+    ("processor_config.json", {"spatial_merge_size": 1}, "spatial_merge_size=1 is unsupported; expected 2"),
+    ("config.json", {"vision_feature_layer": [-2, -1]}, "vision_feature_layer=.* expected -1, the last one"),
+    ("config.json", {"vision_config": {"hidden_act": "gelu"}}, "hidden_act='gelu' is unsupported"),
+    ("config.json", {"vision_config": {"head_dim": 8}}, "head_dim=8 is unsupported; expected 16, hidden_size"),
+    ("config.json", {"vision_config": {"num_attention_heads": 3}}, "a divisor of a fourth of hidden_size=32"),
+]
+BY_KIND |= {"qwen2_5_vl": QWEN_REFUSED, "mistral3": MISTRAL_REFUSED}
 BY_KIND |= {"gemma4": FILLED_REFUSED, "gemma4_unified": UNIFIED_REFUSED}
 WRONG = [(kind, *wrong) for kind, table in BY_KIND.items() for wrong in table]
 
@@ -387,6 +412,21 @@ def test_names_of_all_ages_are_known(checkpoint, tmp_path, rename):
     save_file(stored, folder / "model.safetensors")
     shapes = [{name: item.shape for name, item in read_checkpoint(it).tensors.items()} for it in (checkpoint, folder)]
     assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("kind", ["gemma4"], indirect=True)
+def test_keys_and_values_that_published_checkpoints_store_without_use_are_left_out(checkpoint, tmp_path):
+    """Of the layers that read caches of others."""
+    from safetensors.numpy import load_file, save_file
+
+    folder = towers.copy_checkpoint(checkpoint, tmp_path)
+    stored = load_file(folder / "model.safetensors")
+    for name in [name for name in stored if ".layers.0.self_attn.k_" in name or ".layers.0.self_attn.v_" in name]:
+        if "language_model" in name:
+            stored[name.replace("layers.0", "layers.2")] = stored[name]
+    save_file(stored, folder / "model.safetensors")
+    assert len(load_file(folder / "model.safetensors")) == len(load_file(checkpoint / "model.safetensors")) + 3
+    assert read_checkpoint(folder).tensors.keys() == read_checkpoint(checkpoint).tensors.keys()
 
 
 def test_a_checkpoint_without_its_processor_names_the_way_out(checkpoint, tmp_path):
