@@ -1,8 +1,8 @@
 """Cut images of any shape into tiles and patches, as transformers' processors of Qwen's models, LFM2-VL, Pixtral and
 Gemma 4 do.
 
-LFM2-VL's processor and that of Gemma 4 12B resize with torchvision: some pixels differ by 1 of 255 from Pillow's, which
-are used here.
+LFM2-VL's processor resizes with torchvision: some pixels differ by 1 of 255 from Pillow's, which are used here. So does
+that of Gemma 4 12B, whose bicubic filter rounds otherwise: by less than 0.3 on average, and in noise by up to 12.
 """
 
 import math
