@@ -94,7 +94,7 @@ class AxialLayer(nn.Module):
 
 
 class AxialTower(nn.Module):
-    """What makes rows of the patches of one image, square by square."""
+    """A tower over the patches of one image, square by square."""
 
     def __init__(self, config: AxialTowerConfig) -> None:
         super().__init__()

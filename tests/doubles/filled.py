@@ -1,4 +1,4 @@
-"""Tiny models of Gemma 4 that see, with the settings of their processors; and what these make of messages."""
+"""Tiny models of Gemma 4 that see, the settings of their processors, and a processor for messages."""
 
 import json
 from collections.abc import Sequence
