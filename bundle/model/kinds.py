@@ -111,6 +111,7 @@ KINDS = (
         "has experts", lambda geometry: geometry.mixtures, ("gpu", "sparsity"), one_graph=True, float_activations=True
     ),
     Kind("sees images", lambda geometry: geometry.vision, ("gpu", "stages")),
+    Kind("hears audio", lambda geometry: geometry.audio, ("gpu", "stages")),
     Kind("has recurrent layers", lambda geometry: geometry.recurrents, ("gpu",)),
     Kind("has attention with sinks", lambda geometry: any(it.sinks for it in geometry.attentions), ("gpu",)),
     Kind("scales its layers", lambda geometry: geometry.layer_scalars, ("gpu",)),

@@ -11,7 +11,7 @@ _NAMED = """
     cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 exaone4 falcon_h1 gemma gemma2 gemma3 gemma3_text gemma4
     gemma4_text glm4 gpt2 gpt_neox gpt_oss granite granitemoe granitemoehybrid hunyuan_v1_dense lfm2
     lfm2_moe lfm2_vl llada llama ministral3 mistral mistral3 mixtral nemotron_h olmo2 olmo3 olmoe phi phi3 qwen2
-    qwen2_5_vl qwen3 qwen3_5 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_vl seed_oss smollm3 smolvlm
+    qwen2_5_vl qwen3 qwen3_asr qwen3_5 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_vl seed_oss smollm3 smolvlm
     stablelm starcoder2
 """
 # The function that reads each family, imported on use.
