@@ -37,9 +37,7 @@ class Audio:
 
     graph: ClassVar[str] = TOWER  # name of its graph
     kind: ClassVar[str] = "audio"  # of the parts of messages that it reads
-    axes: ClassVar[int] = 0
-    deep: ClassVar[int] = 0
-    least_chunk: ClassVar[int] = 1
+    axes, deep, least_chunk = 0, 0, 1  # as :class:`llmc.bundle.model.vision.Vision` has them
 
     spectrum: Spectrum
     chunk: Annotated[int, range(1, 1 << 12)]  # frames that are convolved together
@@ -47,8 +45,7 @@ class Audio:
     channels: Width  # of the convolutions
     token: str  # text of the token that a row replaces
     token_id: Annotated[int, range(1 << 24)]  # of this token
-    # Text that a transcript begins with, with ``{language}`` for the name of the language; empty if there is none.
-    opening: str
+    opening: str  # of a transcript, with ``{language}`` for the name of the language
     layers: Count
     linears: tuple[Linear, ...]  # in the order of computation
 
@@ -71,6 +68,9 @@ class Audio:
         spectrum = self.spectrum
         return (
             self.token_id < vocab_size
+            and self.token != ""
+            and self.opening.partition("{language}")[2] != ""
+            and len(self.linears) > 0
             and spectrum.hop <= spectrum.frame < 2 * spectrum.least
             and self.linears[0].inputs == self.channels * halve(spectrum.bands)
         )

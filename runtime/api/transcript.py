@@ -43,7 +43,7 @@ def make_messages(audio: Any, prompt: str | None, beginning: str) -> list[dict[s
 
 @dataclass(frozen=True)
 class Transcript:
-    """What was said."""
+    """A finished transcript."""
 
     text: str
     language: str | None  # the name of the language, as given or recognized; None: the model names none
@@ -77,7 +77,7 @@ class TranscriptParser:
         return self._take()
 
     def _take(self) -> Parsed:
-        """What is certain: not the blanks at the end."""
+        """The certain part of the held text: blanks may be the last."""
         kept = self._held if self._began else self._held.lstrip()
         content = kept.rstrip()
         self._began, self._held = self._began or bool(content), kept[len(content) :]
