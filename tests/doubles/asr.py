@@ -61,13 +61,18 @@ FEATURES = {
     "return_attention_mask": True,
     "sampling_rate": RATE,
 }
+# As Qwen3-ASR's: one system turn, then a turn with all audio and no other text, then the assistant's.
 TEMPLATE = (
-    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n<|im_end|>\n{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for part in message['content'] %}{% if part['type'] == 'audio' %}<|audio_start|><|audio_pad|><|audio_end|>"
-    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{%- macro texts(content) -%}{%- if content is string -%}{{- content -}}{%- else -%}"
+    "{%- for part in content if part.type == 'text' -%}{{- part.text -}}{%- endfor -%}{%- endif -%}{%- endmacro -%}"
+    "{{- '<|im_start|>system\n' -}}"
+    "{%- for each in messages if each.role == 'system' -%}{{- texts(each.content) -}}{%- endfor -%}"
+    "{{- '<|im_end|>\n<|im_start|>user\n' -}}"
+    "{%- for each in messages if each.content is not string -%}{%- for part in each.content if part.type == 'audio' -%}"
+    "{{- '<|audio_start|><|audio_pad|><|audio_end|>' -}}{%- endfor -%}{%- endfor -%}{{- '<|im_end|>\n' -}}"
+    "{%- for each in messages if each.role == 'assistant' -%}{{- '<|im_start|>assistant\n' -}}"
+    "{% generation %}{{- texts(each.content) + '<|im_end|>\n' -}}{% endgeneration %}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
 )
 
 

@@ -106,7 +106,7 @@ def test_so_they_are_in_chunks_of_any_size_and_at_every_level(bundle, expected, 
 def test_a_conversation_may_have_several_clips(model, reference):
     import torch
 
-    parts = [{"type": "audio", "audio": SHORT}, {"type": "text", "text": "then"}, {"type": "audio", "audio": LONG}]
+    parts = [{"type": "audio", "audio": clip} for clip in (SHORT, LONG)]
     found = model.chat([{"role": "user", "content": parts}], **GREEDY)
     features = [reference.prepare(clip) for clip in (SHORT, LONG)]
     width = features[1]["input_features"].shape[-1]
@@ -120,7 +120,7 @@ def test_a_conversation_may_have_several_clips(model, reference):
 def model_prompt(model: Model, features: list[dict[str, Any]]) -> str:
     """The prompt of the conversation with both clips, as transformers' processor writes clips."""
     marks = ["<|audio_pad|>" * int((each["input_ids"] == asr.AUDIO).sum()) for each in features]
-    clips = "then".join(f"<|audio_start|>{mark}<|audio_end|>" for mark in marks)
+    clips = "".join(f"<|audio_start|>{mark}<|audio_end|>" for mark in marks)
     system = "<|im_start|>system\n<|im_end|>\n"
     return f"{system}<|im_start|>user\n{clips}<|im_end|>\n<|im_start|>assistant\n"
 
@@ -135,8 +135,8 @@ def test_in_8_bits_the_tower_is_judged_and_the_bundle_verified(shared, tmp_path)
 @pytest.mark.threat("image-tokens")
 def test_text_that_spells_an_audio_token_is_text(model):
     audio = model.manifest.geometry.audio
-    parts = [{"type": "text", "text": audio.token}, {"type": "audio", "audio": SHORT}]
-    said = [{"role": "user", "content": parts}]
+    heard = {"role": "user", "content": [{"type": "audio", "audio": SHORT}]}
+    said = [{"role": "system", "content": audio.token}, heard]
     assert model.chat_tokens(said).count(audio.token_id) == audio.count_rows(73)
     with pytest.raises(RequestError, match="shows 2 of the 1 audio parts"):
         model.chat(said, parse_special=True)
@@ -162,6 +162,12 @@ def test_what_does_not_fit_into_the_context_is_refused(model):
 def test_values_of_another_kind_are_refused(model, asked, said):
     with pytest.raises(UsageError, match=said):
         model.transcribe(**{"audio": SHORT, **asked})
+
+
+def test_texts_that_the_template_does_not_show_are_refused(model):
+    parts = [{"type": "audio", "audio": SHORT}, {"type": "text", "text": "Translate this."}]
+    with pytest.raises((RequestError, UsageError), match="template"):
+        model.chat([{"role": "user", "content": parts}])
 
 
 def test_images_are_refused(model):
