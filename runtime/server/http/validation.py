@@ -242,7 +242,9 @@ def _read_field(kind: type[BaseModel], name: str, values: list[bytes]) -> Any:
         return values[0]
     try:
         text = values[0].decode()
-        return float(text) if annotation == float | None else {"true": True, "false": False}.get(text, text)
+        if annotation == bool | None:
+            return {"true": True, "false": False}.get(text, text)
+        return float(text) if annotation == float | None else text
     except ValueError:  # which validation describes
         return values[0].decode("utf-8", "replace")
 

@@ -227,6 +227,8 @@ def test_it_refuses_by_name_what_it_does_not_do(client, service):
         ({"response_format": "srt"}, "response_format is 'srt', expected 'json'"),
         ({"timestamp_granularities": ["word"]}, "timestamp_granularities is not a parameter of this route"),
         ({"language": "tlh"}, "language is 'tlh', expected one of"),
+        ({"temperature": "warm"}, "temperature is 'warm', expected a number"),
+        ({"stream": "yes"}, "stream is 'yes', expected true or false"),
         ({"temperature": 3}, "temperature is 3.0, expected 2.0 or less"),
         ({"file": ("a.wav", b"no audio")}, "the audio cannot be decoded"),
         ({"stream": True, "response_format": "text"}, "stream is true, expected response_format json"),
