@@ -20,7 +20,8 @@ Array = NDArray[Any]
 
 # Values of the sixteen codes of a type.
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
-_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+# Twice the values of 4-bit floats (E2M1), by code.
+E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 NIBBLES, CRUMBS, BITS = (0, 4), (0, 2, 4, 6), range(8)
 
 
@@ -190,7 +191,7 @@ LAYOUTS: dict[str, Layout] = {
     "MXFP4": Layout(
         17,
         8,
-        Numbers((_run(1, 16, 16, NIBBLES, 4),), _FP4),
+        Numbers((_run(1, 16, 16, NIBBLES, 4),), E2M1),
         Numbers((_run(0, 1, 1, (0,), 8),), np.ldexp(np.float32(1), np.arange(256) - 128)),
     ),
 }

@@ -14,7 +14,10 @@ Layouts for a linear P with a weight [N, K]; an int32 word holds 32 / bits codes
   low, and ``P_scales`` uint8 [E, N, K / 32], exponents of two plus 127. They are used in place.
 * fp8: ``P.weight`` float8 (e4m3) [N, K], times ``P.weight_scale_inv`` [N / 128, K / 128], or ``P.weight_scale`` of a
   block, a row or all; stacks P of experts [E, N, K] times ``P_scale_inv`` [E, rows, columns], whose blocks may be
-  smaller than the config says: gate and up have at least one each. Scales may be exponents (e8m0).
+  smaller than the config says: gate and up have at least one each. Scales may be exponents (e8m0), also of 32 columns.
+* 4-bit floats (E2M1): ``P.weight`` (modelopt) or ``P.weight_packed`` (compressed-tensors) uint8 [N, K / 2], the first
+  of two low. NVFP4: ``P.weight_scale`` e4m3 [N, K / 16], times ``P.weight_scale_2`` or divided by
+  ``P.weight_global_scale``. MXFP4: ``P.weight_scale`` uint8 [N, K / 32], exponents of two plus 127.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,10 +34,13 @@ from llmc.export.sources.codes import MXFP4_BLOCK, Mxfp4Tensor, QuantizedTensor,
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.quantization import Quantization
 from llmc.export.sources.safetensors import FLOATS, StoredTensor
+from llmc.ggml import E2M1
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 # Codes to unpack at a time, in multiples of eight rows.
 PIECE = 1 << 22
+# Twice the values of both codes of a byte, int8 [256, 2].
+PAIRS = np.stack((np.tile(E2M1, 16), np.repeat(E2M1, 16)), -1)
 # Tensors about rounding of activations or of the cache, which llmc ignores.
 _LEFT_OUT = (
     ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".output_zero_point", ".k_scale",
@@ -56,7 +62,7 @@ def unpack_weights(folder: Path, stored: dict[str, StoredTensor], how: Quantizat
         module, _, part = name.rpartition(".")
         if name not in rest:
             continue  # read together with the codes
-        if part in ("qweight", "weight_packed") or (part == "weight" and rest[name].dtype in ("I8", "F8_E4M3")):
+        if part in ("qweight", "weight_packed") or (part == "weight" and rest[name].dtype in ("I8", "F8_E4M3", "U8")):
             weights[f"{module}.weight"] = _Parts(folder, module, rest, how).weight(part)
         elif rest[name].dtype == "F8_E4M3" and how.method == "fp8":
             weights[name] = _Parts(folder, name, rest, how).stack()
@@ -109,6 +115,7 @@ class _Parts:
             ("compressed-tensors", "weight_packed"): self._read_packed,
             ("compressed-tensors", "weight"): self._plain,
             ("fp8", "weight"): self._plain,
+            ("modelopt", "weight"): self._plain,
         }
         if (self.how.method, part) not in makers:
             raise self._error(f"is stored as {part}, which {self.how.method} checkpoints do not have")
@@ -192,7 +199,9 @@ class _Parts:
         return self._make_quantized(codes, inputs // groups, scales, zero_points, order)
 
     def _read_packed(self) -> Weight:
-        words = self._take("weight_packed", ("I32",), None)
+        words = self._take("weight_packed", ("I32", "U8"), None)
+        if words.dtype == "U8":
+            return self._float4(words)
         outputs = words.shape[0]
         shape = self._read(self._take("weight_shape", ("I64", "I32"), (2,))).tolist()
         bits = next((grid.bits for grid in self.how.grids if words.shape[1] * 32 == shape[1] * grid.bits), 0)
@@ -220,9 +229,9 @@ class _Parts:
         )
 
     def _plain(self) -> Weight:
-        codes = self._take("weight", ("I8", "F8_E4M3"), None)
-        if codes.dtype == "F8_E4M3":
-            return self._float8(codes)
+        codes = self._take("weight", ("I8", "F8_E4M3", "U8"), None)
+        if codes.dtype != "I8":
+            return self._float8(codes) if codes.dtype == "F8_E4M3" else self._float4(codes)
         outputs, inputs = codes.shape
         shape = self._peek("weight_scale", None).shape
         per_row = shape in ((1,), (), (outputs,))  # one scale for all, or one per row
@@ -245,20 +254,47 @@ class _Parts:
         name = "weight_scale_inv" if f"{self.module}.weight_scale_inv" in self.rest else "weight_scale"
         shape = self._peek(name, None).shape
         block = self.how.block if len(shape) < 2 or shape == (outputs, 1) or 0 not in self.how.block else BLOCK
+        block = (1, MXFP4_BLOCK) if self._peek(name, None).dtype == "U8" else block
         rows, columns = block if 0 not in block else (1 if shape[:1] == (outputs,) else outputs, inputs)
         blocks = (-(-outputs // rows), -(-inputs // columns))
         if shape != blocks and (0 not in self.how.block or shape not in ((1,), (), (outputs,))):
             raise self._error(f"has {name} {list(shape)}, but blocks of {rows} x {columns} need {list(blocks)}")
-        scales = self._take(name, SCALES, shape)
+        scales = self._take(name, (*SCALES, "U8"), shape)
 
         def pieces() -> Iterator[NDArray[Any]]:
-            factors = np.broadcast_to(self._read(scales).astype(np.float32).reshape(-1, blocks[1]), blocks)
+            factors = np.broadcast_to(self._read_scales(scales).reshape(-1, blocks[1]), blocks)
             for start, stop in _spans(outputs, inputs):
                 values = self._read(codes, start, stop).astype(np.float32)
                 values *= np.repeat(factors[np.arange(start, stop) // rows], columns, axis=1)[:, :inputs]
                 yield values
 
         return MadeTensor("F32", (outputs, inputs), pieces)  # 16 bits would round the product again
+
+    def _float4(self, packed: StoredTensor) -> Weight:
+        """4-bit floats as integers of 8 bits: twice their values, with half their scales."""
+        outputs, inputs = packed.shape[0], 2 * packed.shape[1]
+        block = 16 if self._peek("weight_scale", None).dtype == "F8_E4M3" else MXFP4_BLOCK
+        if inputs % block:
+            raise self._error(f"has {inputs} inputs, expected whole blocks of {block}")
+        scales = self._take("weight_scale", ("F8_E4M3", "F8_E8M0", "U8"), (outputs, inputs // block))
+        part = "weight_scale_2" if self.how.method == "modelopt" else "weight_global_scale"
+        common = None
+        if block == 16:
+            shape = self._peek(part, None).shape
+            common = self._take(part, ("F32",), (1,) if shape else ())
+
+        def pieces() -> Iterator[NDArray[np.int8]]:
+            for start, stop in _spans(outputs, inputs):
+                yield PAIRS[self._read(packed, start, stop)].reshape(stop - start, inputs)
+
+        def halves() -> NDArray[np.float32]:
+            values = self._read_scales(scales)
+            if common is not None:
+                factor = self._read(common).reshape(())
+                values = values * factor if part == "weight_scale_2" else values / factor
+            return np.asarray(values * np.float32(0.5), np.float32)
+
+        return QuantizedTensor(MadeTensor("I8", (outputs, inputs), pieces), block, halves)
 
     # --------------------------------------------------------------------------------------------------- parts
 
@@ -332,6 +368,14 @@ class _Parts:
 
     def _read(self, tensor: StoredTensor, start: int = 0, stop: int | None = None) -> NDArray[Any]:
         return read_rows(self.folder, tensor, start, stop)
+
+    def _read_scales(self, scales: StoredTensor) -> NDArray[np.float32]:
+        """Scales as float32; uint8 are exponents of two plus 127."""
+        stored = self._read(scales)
+        floats: NDArray[np.float32] = stored.view(
+            array_type("F8_E8M0") if scales.dtype == "U8" else stored.dtype
+        ).astype(np.float32)
+        return floats
 
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.folder}: {self.module} {problem}")

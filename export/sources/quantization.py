@@ -5,11 +5,14 @@ them.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from llmc.export.keys import Keys
+from llmc.errors import CheckpointError
+from llmc.export.keys import Keys, read_object
 
-METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "mxfp4")
+METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "modelopt")
+MODELOPT_FILE = "hf_quant_config.json"
 # Keys about how the codes were chosen, or about other engines' kernels.
 # fmt: off
 _SETTLED = (
@@ -25,8 +28,12 @@ _SETTLED = (
     "version",
 )
 _SETTLED_GROUP = ("actorder", "dynamic", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+_COMPRESSED = (
+    "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "mxfp8-quantized",
+)
 # fmt: on
-_COMPRESSED = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision")
+_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8")
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,17 @@ class Quantization:
     block: tuple[int, int] = (0, 0)
 
 
+def add_modelopt(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's config with the quantization that older versions of ModelOpt wrote into a file of its own."""
+    stated = read_object(folder, MODELOPT_FILE) if "quantization_config" not in values else None
+    if stated is None:
+        return values
+    inner = stated.get("quantization")
+    if not isinstance(inner, dict):
+        raise CheckpointError(f"{folder / MODELOPT_FILE}: quantization is no object; download the file again")
+    return {**values, "quantization_config": {**inner, "quant_method": "modelopt"}}
+
+
 def read_quantization(config: Keys) -> Quantization | None:
     """The checkpoint's ``quantization_config`` or ``compression_config``; None if it has none."""
     names = [name for name in ("quantization_config", "compression_config") if config.raw(name) is not None]
@@ -58,7 +76,7 @@ def read_quantization(config: Keys) -> Quantization | None:
     method = keys.choice("quant_method", METHODS)
     keys.skip(*_SETTLED)
     readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _read_compressed, "fp8": _fp8, "mxfp4": _mxfp4}
-    quantization = readers[method](keys, config)
+    quantization = {**readers, "modelopt": _read_modelopt}[method](keys, config)
     keys.finish()
     return quantization
 
@@ -107,6 +125,24 @@ def _mxfp4(keys: Keys, _: Keys) -> Quantization:
     return Quantization("mxfp4", (), _names(keys, "modules_to_not_convert"))
 
 
+def _read_modelopt(keys: Keys, config: Keys) -> Quantization:
+    """The config of NVIDIA's ModelOpt, in config.json or as hf_quant_config.json has it."""
+    algorithm = keys.choice("quant_algo", (*_ALGORITHMS, "MIXED_PRECISION"))
+    keys.skip("config_groups", "group_size", "producer", "weights", "input_activations")  # the tensors show them
+    layers = keys.raw("quantized_layers") or {}
+    each = layers.values() if isinstance(layers, dict) else [layers]
+    named = [str(item.get("quant_algo") if isinstance(item, dict) else item) for item in each]
+    if unknown := [item for item in named if item not in _ALGORITHMS]:
+        raise keys.error("quantized_layers", unknown[0], f"layers of {', '.join(_ALGORITHMS)}")
+    if any(not item.startswith("W4A16") for item in named or [algorithm]):
+        _note_activations(config)
+    if any("NVFP4" in item for item in named or [algorithm]):
+        _note_float4(config)
+    if any(keys.raw(name) is not None for name in ("kv_cache_scheme", "kv_cache_quant_algo")):
+        _note_cache(config)
+    return Quantization("modelopt", (Grid(4), Grid(8)), (*_names(keys, "ignore"), *_names(keys, "exclude_modules")))
+
+
 def _read_compressed(keys: Keys, config: Keys) -> Quantization:
     keys.choice("format", _COMPRESSED, "pack-quantized")
     keys.choice("quantization_status", ("compressed", "frozen"), "compressed")
@@ -140,12 +176,14 @@ def _read_compressed_group(group: Keys, config: Keys) -> tuple[Grid, tuple[int, 
     keys.skip(*_SETTLED_GROUP)
     keys.flag("symmetric", True)
     kind, strategy = keys.choice("type", ("int", "float"), "int"), keys.raw("strategy")
-    bits = _bits(keys, "num_bits", (4, 8) if kind == "int" else (8,))
-    strategies = ("group", "channel", "tensor") if kind == "int" else ("channel", "tensor", "block")
+    bits = _bits(keys, "num_bits", (4, 8))
+    strategies = ("group", "channel", "tensor", *(("block", "tensor_group") if kind == "float" else ()))
     if strategy is not None and strategy not in strategies:
         raise keys.error("strategy", strategy, f"one of {', '.join(strategies)}")
     block = _pair(keys, "block_structure") if strategy == "block" else (0, 0)
     keys.skip("block_structure")
+    if (kind, bits) == ("float", 4):
+        _note_float4(config)
     width = _group(keys) if strategy in ("group", None) and keys.raw("group_size") is not None else 0
     keys.skip("group_size")
     keys.finish()
@@ -182,7 +220,14 @@ def _names(keys: Keys, name: str) -> tuple[str, ...]:
 
 
 def _note_activations(config: Keys) -> None:
-    sentence = "activations are not rounded as quantization_config says; only weights are quantized"
+    _note_once(config, "activations are not rounded as quantization_config says; only weights are quantized")
+
+
+def _note_float4(config: Keys) -> None:
+    _note_once(config, "linears in 4-bit floats become 8-bit integers, exactly: no kernel for CPUs takes them")
+
+
+def _note_once(config: Keys, sentence: str) -> None:
     if not any(sentence in note for note in config.notes):
         config.note(sentence)
 

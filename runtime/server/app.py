@@ -16,6 +16,7 @@ from llmc.errors import LlmcError
 from llmc.runtime.server import page
 from llmc.runtime.server.dialects import (
     anthropic,
+    cohere,
     completions,
     embeddings,
     models,
@@ -45,6 +46,7 @@ ROUTERS = (
     anthropic.router,
     ollama.router,
     embeddings.router,
+    cohere.router,
     models.router,
     health.router,
 )

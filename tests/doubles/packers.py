@@ -41,6 +41,7 @@ class Grid:
     ordered: bool = False
     own_order: bool = False
     scale_type: str = "float16"
+    values: tuple[int, ...] = ()  # signed integers that there are; all of the bits where it is empty
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,17 @@ def random_matrix(rng: np.random.Generator, shape: tuple[int, int], grid: Grid) 
     outputs, inputs = shape
     group = grid.group or inputs
     count, middle = 1 << grid.bits, 1 << (grid.bits - 1)
-    levels = rng.integers(0, count, shape)
+    levels = middle + rng.choice(grid.values, shape) if grid.values else rng.integers(0, count, shape)
     # From 1 on: the format gptq has no zero points of 0.
     groups = (outputs, inputs // group)
     zeros = rng.integers(1, count, groups) if grid.zeros else np.full(groups, middle)
     scales = (rng.uniform(0.5, 1.5, groups) * 0.5 / count).astype(np.float32)
-    if grid.scale_type == "bfloat16":
+    if grid.scale_type == "nvfp4":
+        import torch
+
+        stored = torch.from_numpy(scales * 2 / NVFP4_SCALE).to(torch.float8_e4m3fn)
+        scales = (stored.float().numpy() * NVFP4_SCALE) / np.float32(2)
+    elif grid.scale_type == "bfloat16":
         scales = (scales.view(np.uint32) & 0xFFFF0000).view(np.float32)
     else:
         scales = scales.astype(grid.scale_type)
@@ -131,7 +137,26 @@ def plain_int8(matrix: Matrix) -> Tensors:
     return found
 
 
-def _compressed_config(**weights: Any) -> dict[str, Any]:
+# The scale of a whole matrix in NVFP4, no power of two; and 4-bit floats (E2M1), twice their values by code.
+NVFP4_SCALE = np.float32(0.00123)
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+def nvfp4(matrix: Matrix) -> dict[str, Any]:
+    """Two codes in a byte, the first one low, scales in float8 of 16 inputs each and one of the matrix."""
+    import torch
+
+    codes = np.array([E2M1.index(value) for value in range(-12, 13) if value in E2M1])
+    places = np.searchsorted(sorted(set(E2M1)), matrix.levels - 128)
+    packed = codes[places].astype(np.uint8).reshape(len(places), -1, 2)
+    return {
+        "weight": packed[..., 0] | packed[..., 1] << 4,
+        "weight_scale": torch.from_numpy(matrix.scales * 2 / NVFP4_SCALE).to(torch.float8_e4m3fn),
+        "weight_scale_2": torch.tensor(NVFP4_SCALE),
+    }
+
+
+def compressed_config(**weights: Any) -> dict[str, Any]:
     weights = {"type": "int", "symmetric": True, "strategy": "group", "dynamic": False, "actorder": None, **weights}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
@@ -156,6 +181,22 @@ GPTQ = {
 }
 
 
+MODELOPT = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "config_groups": {
+        "group_0": {
+            "input_activations": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+            "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+            "targets": ["Linear"],
+        }
+    },
+    "ignore": ["lm_head", "model.layers.0.block_sparse_moe*"],
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+    "producer": {"name": "modelopt", "version": "0.33.0"},
+}
+
+
 @dataclass(frozen=True)
 class Scheme:
     """How a checkpoint is quantized: the grid, the tensors of a matrix, and what its config says."""
@@ -173,19 +214,20 @@ SCHEMES = {
         Grid(8, 0), lambda m: gptq(m, 0), {**GPTQ, "bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"}
     ),
     "packed-int4-bf16": Scheme(
-        Grid(zeros=False, scale_type="bfloat16"), compressed, _compressed_config(num_bits=4, group_size=32)
+        Grid(zeros=False, scale_type="bfloat16"), compressed, compressed_config(num_bits=4, group_size=32)
     ),
     "packed-int4-zeros-act-order": Scheme(
-        Grid(ordered=True), compressed, _compressed_config(num_bits=4, group_size=32, symmetric=False, actorder="group")
+        Grid(ordered=True), compressed, compressed_config(num_bits=4, group_size=32, symmetric=False, actorder="group")
     ),
     "packed-int8-channel": Scheme(
-        Grid(8, 0), compressed, _compressed_config(num_bits=8, strategy="channel", symmetric=False)
+        Grid(8, 0), compressed, compressed_config(num_bits=8, strategy="channel", symmetric=False)
     ),
     "int8-channel": Scheme(
         Grid(8, 0, zeros=False, scale_type="float32"),
         plain_int8,
-        {**_compressed_config(num_bits=8, strategy="channel"), "format": "int-quantized"},
+        {**compressed_config(num_bits=8, strategy="channel"), "format": "int-quantized"},
     ),
+    "nvfp4": Scheme(Grid(8, 16, zeros=False, scale_type="nvfp4", values=E2M1), nvfp4, MODELOPT),
 }
 
 
@@ -217,8 +259,9 @@ def write_checkpoint(scheme: Scheme, folder: Path, **config: Any) -> Written:
                 matrix = random_matrix(rng, tuple(parameter.shape), scheme.grid)
                 matrices[name.removesuffix(".weight")] = matrix
                 parameter.copy_(torch.from_numpy(matrix.floats))
-            elif parameter.dim() == 3:  # of all experts, who have tensors of their own
-                at, parts = name.rpartition(".")[0], ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+            elif ".experts." in name:  # of all experts, who have tensors of their own
+                at, _, part = name.rpartition(".")
+                parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
                 for module, rows in ((f"{at}.{e}", stack) for e, stack in enumerate(parameter)):
                     for part, own in zip(parts, rows.chunk(len(parts)), strict=True):
                         matrices[f"{module}.{part}"] = random_matrix(rng, tuple(own.shape), scheme.grid)
@@ -226,7 +269,7 @@ def write_checkpoint(scheme: Scheme, folder: Path, **config: Any) -> Written:
     tensors = {
         name: tensor.numpy()
         for name, tensor in model.state_dict().items()
-        if not (name == "lm_head.weight" and model.config.tie_word_embeddings) and tensor.dim() < 3
+        if not (name == "lm_head.weight" and model.config.tie_word_embeddings) and ".experts." not in name
     }
     for module, matrix in matrices.items():
         tensors.pop(f"{module}.weight", None)

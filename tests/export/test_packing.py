@@ -1,14 +1,17 @@
 """Tensors of quantized linears that do not fit together are refused in a sentence that names the linear."""
 
+import json
+
 import numpy as np
 import pytest
+import torch
 from doubles import packers
 
 from llmc.errors import CheckpointError
 from llmc.export.keys import Keys
 from llmc.export.sources.codes import QuantizedTensor
 from llmc.export.sources.packing import unpack_weights
-from llmc.export.sources.quantization import read_quantization
+from llmc.export.sources.quantization import add_modelopt, read_quantization
 from llmc.export.sources.safetensors import read_shards
 
 P = "model.layers.0.mlp.up_proj"
@@ -107,6 +110,39 @@ def test_a_quantized_linear_that_the_config_calls_ignored_is_refused(tmp_path):
 def test_what_stands_beside_a_weight_for_activations_is_left_out(tmp_path):
     found = read(tmp_path, "int8-channel", {**parts("int8-channel"), f"{P}.input_scale": np.ones(1, np.float32)})
     assert list(found) == [f"{P}.weight"]
+
+
+@pytest.mark.parametrize("form", ["nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"])
+def test_small_floats_of_compressed_tensors_are_what_its_rules_make_of_them(form, tmp_path):
+    """NVFP4 stores the inverse of ModelOpt's scale of a matrix; the others powers of two for 32 inputs."""
+    rng, bits = np.random.default_rng(0), 8 if "8" in form else 4
+    packed, exponents = rng.integers(0, 256, (48, 32), np.uint8), rng.integers(120, 126, (48, 2), np.uint8)
+    values = np.array(packers.E2M1, np.float32)[np.stack((packed & 15, packed >> 4), -1).reshape(48, 64)] / 2
+    scales, factors = exponents, np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
+    more, codes = {}, {"weight_packed": packed}
+    if form.startswith("nvfp4"):
+        scales = torch.from_numpy(rng.uniform(1, 400, (48, 4)).astype(np.float32)).to(torch.float8_e4m3fn)
+        factors, more = scales.float().numpy() / np.float32(813), {"weight_global_scale": torch.tensor([813.0])}
+    elif bits == 8:
+        codes = {"weight": torch.from_numpy(rng.normal(size=(48, 64))).to(torch.float8_e4m3fn)}
+        values = codes["weight"].float().numpy()
+    config = packers.compressed_config(num_bits=bits, type="float", strategy="tensor_group" if more else "group")
+    tensors = {f"{P}.{part}": array for part, array in {**codes, "weight_scale": scales, **more}.items()}
+    tensor = read(tmp_path, "packed-int4-bf16", tensors, **{**config, "format": form})[f"{P}.weight"]
+    found = np.concatenate(list((tensor if bits == 8 else tensor.codes).pieces())).astype(np.float32)
+    found *= 1 if bits == 8 else np.repeat(tensor.scales(), tensor.block, 1)
+    np.testing.assert_array_equal(found, values * np.repeat(factors, 64 // factors.shape[1], 1))
+
+
+def test_a_config_of_modelopt_may_lie_beside_the_checkpoints(tmp_path):
+    inner = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
+    stated = {"producer": {"name": "modelopt"}, "quantization": inner}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(stated))
+    keys = Keys(add_modelopt(tmp_path, {"model_type": "qwen3"}), "config.json")
+    found = read_quantization(keys)
+    assert found is not None and (found.method, found.ignored) == ("modelopt", ("lm_head",))
+    for words in ("activations are not rounded", "KV cache is not rounded", "become 8-bit integers, exactly"):
+        assert any(words in note for note in keys.notes)
 
 
 def test_codes_that_lie_in_the_file_as_they_are_needed_are_not_copied(tmp_path):

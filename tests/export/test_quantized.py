@@ -8,6 +8,7 @@ import pytest
 from doubles import packers
 
 from llmc.bundle import DECODER_FILE, read_export
+from llmc.bundle.model.linear import Codes
 from llmc.errors import CheckpointError
 from llmc.export import export
 from llmc.export.keys import Keys
@@ -41,7 +42,7 @@ def test_logits_equal_those_of_the_floats(case, onnxruntime_run):
     assert np.abs(found - written.logits(IDS)).max() <= LOGIT_TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq", "int8-channel"])
+@pytest.mark.parametrize("name", ["awq", "gptq", "int8-channel", "nvfp4"])
 def test_experts_with_codes_of_their_own_become_stacks(name, tmp_path, onnxruntime_run):
     """As Qwen3-30B-A3B's quantized checkpoints have them."""
     written = packers.write_checkpoint(packers.SCHEMES[name], tmp_path / "checkpoint", **packers.MIXTURE)
@@ -50,6 +51,19 @@ def test_experts_with_codes_of_their_own_become_stacks(name, tmp_path, onnxrunti
     assert np.abs(found - written.logits(IDS)).max() <= LOGIT_TOLERANCE
     [item] = read_export(exported).geometry.mixtures
     assert item.codes is not None and item.codes.zero_points == (name == "awq")
+
+
+def test_experts_without_a_gate_keep_their_codes_too(tmp_path, onnxruntime_run):
+    """As Nemotron 3's NVFP4 checkpoints have them."""
+    sizes = {"head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16}
+    sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    sizes |= {"n_group": 1, "moe_shared_expert_intermediate_size": 48}
+    kinds = {"model_type": "nemotron_h", "layers_block_type": ["full_attention", "moe"], "num_hidden_layers": 2}
+    written = packers.write_checkpoint(packers.SCHEMES["nvfp4"], tmp_path / "checkpoint", **kinds, **sizes)
+    exported = export(tmp_path / "checkpoint", tmp_path / "export").output
+    found, expected = logits(onnxruntime_run(exported), exported), written.logits(IDS)
+    assert np.abs(found - expected).max() <= LOGIT_TOLERANCE
+    assert read_export(exported).geometry.mixtures[0].codes == Codes(8, 16, zero_points=False)
 
 
 def test_experts_whose_columns_are_sorted_are_refused(tmp_path):
@@ -257,12 +271,14 @@ def with_group(**changes):
         ({**packers.GPTQ, "dynamic": {"+:.*down.*": {"bits": 8}}}, ["dynamic=", "begin with -:"]),
         ({**packers.GPTQ, "group_size": "128"}, ["group_size='128'", "a whole number"]),
         ({**packers.GPTQ, "rotation": "hadamard"}, ["rotation='hadamard' is not known"]),
-        ({**COMPRESSED, "format": "nvfp4-pack-quantized"}, ["format='nvfp4-pack-quantized'"]),
+        ({**COMPRESSED, "format": "marlin-24"}, ["format='marlin-24'"]),
+        ({**packers.MODELOPT, "quant_algo": "NVFP4_AWQ"}, ["quant_algo='NVFP4_AWQ'"]),
+        ({**packers.MODELOPT, "quantized_layers": {"x": {"quant_algo": "W4A8_AWQ"}}}, ["quantized_layers='W4A8_AWQ'"]),
         ({**COMPRESSED, "ignore": "lm_head"}, ["ignore='lm_head'", "a list of names"]),
         ({**COMPRESSED, "config_groups": {"W4A16": ["Linear"]}}, ["W4A16=['Linear']", "an object"]),
         (with_group(weights={"num_bits": 2}), ["num_bits=2", "4 or 8"]),
         (with_group(weights={"num_bits": 4, "strategy": "tensor_group"}), ["strategy='tensor_group'"]),
-        (with_group(weights={"num_bits": 4, "type": "float"}), ["num_bits=4", "expected 8"]),
+        (with_group(weights={"num_bits": 6, "type": "float"}), ["num_bits=6", "expected 4 or 8"]),
         ({"quant_method": "fp8", "weight_block_size": [128]}, ["weight_block_size=[128]", "two numbers"]),
         ({"quant_method": "fp8", "fmt": "e5m2"}, ["fmt='e5m2'"]),
     ],
