@@ -38,7 +38,7 @@ class AudioTower(RowTower[Clip]):
         super().__init__(run)
         self._audio, self.token_id, self.token, self.placeholder = audio, audio.token_id, audio.token, audio.token
 
-    def see(self, source: Any, name: str, most_rows: int) -> Clip:
+    def read(self, source: Any, name: str, most_rows: int) -> Clip:
         """The spectrum of audio, an input of :func:`llmc.runtime.audio.decode.read_samples`, or what was made of it."""
         if isinstance(source, Clip):
             return source
@@ -47,14 +47,14 @@ class AudioTower(RowTower[Clip]):
         samples = read_samples(source, spectrum.rate, most, name)
         return Clip(compute_spectrum(samples, spectrum), len(samples) / spectrum.rate)
 
-    def count(self, seen: Clip) -> int:
-        return self._audio.count_rows(seen.features.shape[1])
+    def count(self, item: Clip) -> int:
+        return self._audio.count_rows(item.features.shape[1])
 
-    def write(self, seen: Clip) -> str:
-        return self.token * self.count(seen)
+    def write(self, item: Clip) -> str:
+        return self.token * self.count(item)
 
-    def make_feeds(self, seen: Clip) -> Iterable[dict[str, NDArray[Any]]]:
-        return make_feeds(seen.features, self._audio)
+    def make_feeds(self, item: Clip) -> Iterable[dict[str, NDArray[Any]]]:
+        return make_feeds(item.features, self._audio)
 
 
 def make_feeds(features: NDArray[np.float32], audio: Audio) -> Iterable[dict[str, NDArray[Any]]]:

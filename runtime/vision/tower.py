@@ -24,7 +24,7 @@ from llmc.runtime.vision.tiles import Tiles, count_rows, cut_tiles, write_marker
 KEPT_BYTES = 64_000_000
 
 
-class Seen(Protocol):
+class Item(Protocol):
     """An image or audio, ready for its tower."""
 
     @property
@@ -32,7 +32,7 @@ class Seen(Protocol):
         """A hash of everything: equal hashes mean equal embedding rows."""
 
 
-S = TypeVar("S", bound=Seen)
+S = TypeVar("S", bound=Item)
 
 
 class RowTower(ABC, Generic[S]):
@@ -55,19 +55,19 @@ class RowTower(ABC, Generic[S]):
         self._kept: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
 
     @abstractmethod
-    def see(self, source: Any, name: str, most_rows: int) -> S:
+    def read(self, source: Any, name: str, most_rows: int) -> S:
         """Make an item ready for the tower; an item of more rows may be refused. ``name`` is for errors."""
 
     @abstractmethod
-    def count(self, seen: S) -> int:
+    def count(self, item: S) -> int:
         """Number of rows of an item."""
 
     @abstractmethod
-    def write(self, seen: S) -> str:
+    def write(self, item: S) -> str:
         """The text of an item in a prompt, with a token for each row."""
 
     @abstractmethod
-    def make_feeds(self, seen: S) -> Iterable[dict[str, NDArray[Any]]]:
+    def make_feeds(self, item: S) -> Iterable[dict[str, NDArray[Any]]]:
         """Inputs of the tower, call by call."""
 
     def place(self, length: int, starts: Sequence[int], images: Sequence[S]) -> NDArray[np.int64] | None:
@@ -76,9 +76,9 @@ class RowTower(ABC, Generic[S]):
         return None
 
     def prepare(self, source: Any, name: str, most_rows: int) -> S:
-        """:meth:`see`, one item at a time in this process. Raises what that does, and ResourceError."""
+        """:meth:`read`, one item at a time in this process. Raises what that does, and ResourceError."""
         with decoding(name):
-            return self.see(source, name, most_rows)
+            return self.read(source, name, most_rows)
 
     def write_images(
         self, prompt: str, images: Sequence[Any], mark: Callable[[str], str], max_context: int
@@ -87,7 +87,7 @@ class RowTower(ABC, Generic[S]):
 
         Args:
             prompt: written by the template.
-            images: images or audio, inputs of :meth:`see`.
+            images: images or audio, inputs of :meth:`read`.
             mark: replaces special tokens as in the prompt.
             max_context: tokens.
 
@@ -96,7 +96,7 @@ class RowTower(ABC, Generic[S]):
             ResourceError: not enough memory for an item.
             ContextError: the items have more tokens than the context.
         """
-        seen, tokens = list[S](), 0
+        items, tokens = list[S](), 0
         around = prompt.split(mark(self.placeholder))
         if len(around) - 1 != len(images):
             raise RequestError(
@@ -104,16 +104,16 @@ class RowTower(ABC, Generic[S]):
                 f"messages; put {self.kind} parts into user messages"
             )
         for number, image in enumerate(images, 1):
-            seen.append(self.prepare(image, f"{self.kind} {number}", max_context - tokens))
-            if (tokens := tokens + self.count(seen[-1])) >= max_context:
+            items.append(self.prepare(image, f"{self.kind} {number}", max_context - tokens))
+            if (tokens := tokens + self.count(items[-1])) >= max_context:
                 raise ContextError(
                     f"the first {number} of {len(images)} {self.kind} parts have {tokens} tokens, which leaves no room "
                     f"in a context of {max_context}",
                     "leave some out",
                     parameter="prompt",
                 )
-        written = [mark(self.write(each)) for each in seen]
-        return "".join(part for pair in zip(around, [*written, ""], strict=True) for part in pair), seen
+        written = [mark(self.write(each)) for each in items]
+        return "".join(part for pair in zip(around, [*written, ""], strict=True) for part in pair), items
 
     def compute_rows(self, images: Sequence[S], prompt: Sequence[int]) -> ImageRows:
         """Embedding rows at the positions of a prompt's tokens of images or audio.
@@ -135,12 +135,12 @@ class RowTower(ABC, Generic[S]):
         places = self.place(len(prompt), positions[np.cumsum([0, *counts[:-1]])].tolist(), images)
         return ImageRows(positions, np.concatenate(names), np.concatenate(rows), places, self.whole)
 
-    def _compute(self, seen: S) -> NDArray[np.float32]:
+    def _compute(self, item: S) -> NDArray[np.float32]:
         with self._lock:
-            if (rows := self._kept.get(seen.digest)) is not None:
-                self._kept.move_to_end(seen.digest)
+            if (rows := self._kept.get(item.digest)) is not None:
+                self._kept.move_to_end(item.digest)
                 return rows
-            self._kept[seen.digest] = rows = np.concatenate([self.run(**feeds) for feeds in self.make_feeds(seen)])
+            self._kept[item.digest] = rows = np.concatenate([self.run(**feeds) for feeds in self.make_feeds(item)])
             while sum(kept.nbytes for kept in self._kept.values()) > KEPT_BYTES:
                 self._kept.popitem(last=False)
             return rows
@@ -170,19 +170,19 @@ class Tower(RowTower[Tiles]):
         self._vision, self.token_id, self.token = vision, vision.token_id, vision.markers.image
         self.placeholder, self.whole = vision.markers.placeholder or self.token, vision.both_ways
 
-    def see(self, source: Any, name: str, most_rows: int) -> Tiles:
+    def read(self, source: Any, name: str, most_rows: int) -> Tiles:
         """Cut an image, an input of :func:`llmc.runtime.vision.decode.open_image`; the image itself is not kept."""
         image, vision = open_image(source, name), self._vision
         return cut_patches(image, vision, vision.patching) if vision.patching else cut_tiles(image, vision)
 
-    def count(self, seen: Tiles) -> int:
-        return count_rows(seen, self._vision)
+    def count(self, item: Tiles) -> int:
+        return count_rows(item, self._vision)
 
-    def write(self, seen: Tiles) -> str:
-        return write_markers(seen, self._vision)
+    def write(self, item: Tiles) -> str:
+        return write_markers(item, self._vision)
 
-    def make_feeds(self, seen: Tiles) -> Iterable[dict[str, NDArray[Any]]]:
-        return (make_feeds(tile, self._vision) for tile in seen.pixels)
+    def make_feeds(self, item: Tiles) -> Iterable[dict[str, NDArray[Any]]]:
+        return (make_feeds(tile, self._vision) for tile in item.pixels)
 
     def place(self, length: int, starts: Sequence[int], images: Sequence[Tiles]) -> NDArray[np.int64] | None:
         if not self._vision.axes:
