@@ -60,6 +60,11 @@ class Audio:
         return self.window * halve(self.chunk)
 
     @property
+    def attentions(self) -> int:
+        """Number of attentions in the tower, one in each layer."""
+        return self.layers
+
+    @property
     def norms(self) -> int:
         """Number of norms in the tower: two in each layer and one after them."""
         return 2 * self.layers + 1

@@ -64,10 +64,22 @@ def turn_patches(graph: ir.Graph, _: LoweringContext) -> int:
     return len(nodes)
 
 
-def turns(geometry: Geometry) -> bool:
-    """True if the tower turns heads by where patches are."""
+def count_turns(geometry: Geometry) -> int:
+    """Number of rotations of queries and keys by where patches are."""
     patching = geometry.vision.patching if geometry.vision else None
-    return patching is not None and not patching.naflex
+    return 0 if geometry.vision is None or patching is None or patching.naflex else 2 * geometry.vision.attentions
+
+
+def count_convolutions(geometry: Geometry) -> int:
+    """Number of layers that mix patches by a convolution."""
+    return sum(linear.name.endswith(".conv.in_proj") for linear in geometry.linears)
+
+
+def inline_convolutions(graph: ir.Graph, context: LoweringContext) -> int:
+    """Weights of convolutions become part of the graph, in float32."""
+    names = [name for name in graph.initializers if name.endswith(".conv.weight")]
+    inline_vectors(graph, names, context)
+    return len(names)
 
 
 def has_table(geometry: Geometry) -> bool:
