@@ -55,7 +55,9 @@ FEATURES = {
     "hop_length": 160,
     "min_length": 8000,
     "n_fft": 400,
+    "n_samples": 480_000,
     "n_window": 50,
+    "nb_max_frames": 3000,
     "padding_side": "right",
     "padding_value": 0.0,
     "return_attention_mask": True,
@@ -85,7 +87,8 @@ def write_hearing(folder: Path) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     write_json(
-        folder / "processor_config.json", {"feature_extractor": FEATURES, "processor_class": "Qwen3ASRProcessor"}
+        folder / "processor_config.json",
+        {"feature_extractor": FEATURES, "processor_class": "Qwen3ASRProcessor", "timestamp_segment_time": 80},
     )
     return folder
 
