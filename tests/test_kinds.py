@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles.geometries import VISION, uniform
+from doubles.geometries import AUDIO, VISION, uniform
 from doubles.refusals import about
 
 from llmc.bundle import Budget, Geometry
@@ -34,6 +34,7 @@ MODELS: dict[str, Geometry] = {
     "shares caches among its own layers": SHARING,
     "has experts": replace(PLAIN, mixtures=(Experts(name="experts", layer=0, count=4, chosen=2, inner=32, width=64),)),
     "sees images": replace(PLAIN, vision=VISION),
+    "hears audio": replace(PLAIN, audio=AUDIO),
     "has recurrent layers": replace(
         PLAIN, recurrents=(Recurrent(name="conv", layer=0, rule="conv", taps=4, channels=64),)
     ),
