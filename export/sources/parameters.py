@@ -215,6 +215,8 @@ def _join(folder: Path, gate: Weight, up: Weight, shape: tuple[int, ...]) -> Wei
         raise CheckpointError(f"{folder}: {explain_shape('gate or up of experts', gate.shape, half)}")
     if isinstance(gate, GgmlTensor) and isinstance(up, GgmlTensor):
         return join_stacks(gate, up)
+    if isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor):
+        return _join_codes(folder, gate, up)
     assert isinstance(gate, StoredTensor | MadeTensor) and isinstance(up, StoredTensor | MadeTensor)
 
     def pieces() -> Iterator[Array]:
@@ -222,6 +224,21 @@ def _join(folder: Path, gate: Weight, up: Weight, shape: tuple[int, ...]) -> Wei
             yield np.concatenate(both)[None]
 
     return MadeTensor(gate.dtype, shape, pieces)
+
+
+def _join_codes(folder: Path, gate: QuantizedTensor, up: QuantizedTensor) -> QuantizedTensor:
+    """As :func:`_join`, of codes that come an expert at a time."""
+    rows, columns = gate.codes.shape
+
+    def pieces() -> Iterator[Array]:
+        for both in zip(read_pieces(folder, gate.codes), read_pieces(folder, up.codes), strict=True):
+            yield np.concatenate(both)
+
+    def scales() -> NDArray[np.float32]:
+        both = [it.scales().reshape(it.stacked, rows // it.stacked, -1) for it in (gate, up)]
+        return np.concatenate(both, 1).reshape(2 * rows, -1)
+
+    return replace(gate, codes=MadeTensor(gate.dtype, (2 * rows, columns), pieces), scales=scales)
 
 
 def _read_rows(folder: Path, tensor: StoredTensor | MadeTensor) -> Iterator[Array]:

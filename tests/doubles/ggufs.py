@@ -49,7 +49,9 @@ NO_KV, NO_BASE = ("gpt2", "gpt_neox"), ("gpt2", "gpt_neox", "phi", "stablelm", "
 LFM2_INNER = 256
 # Where in a block the scales in float16 lie, of the types that gguf can only unpack.
 PLACES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,)}
-PLACES |= {"IQ4_XS": (0,), "MXFP4": ()}
+PLACES |= {"IQ4_XS": (0,), "MXFP4": (), "NVFP4": (), "Q1_0": (0,), "Q2_0": (0,), "TQ1_0": (52,), "TQ2_0": (64,)}
+# Newer than the package. Sources: ggml-common.h and ggml-quants.c
+SIZES = {**{kind.name: sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}, "Q2_0": (64, 18)}
 
 
 def write_gguf(
@@ -59,6 +61,7 @@ def write_gguf(
     tokenizer: Mapping[str, Any] = TOKENIZER,
     metadata: Mapping[str, Any] | None = None,
     parts: int = 1,
+    more: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
     """Convert a random checkpoint, and return the path of the (first) file.
 
@@ -66,6 +69,7 @@ def write_gguf(
         kinds: type of all matrices, or by the name in the file.
         metadata: keys without the architecture to write or, with None, to leave out.
         parts: files to write.
+        more: tensors to write besides, by name.
     """
     config = {KEYS.get(key, key): value for key, value in json.loads((checkpoint / "config.json").read_text()).items()}
     architecture = (
@@ -90,6 +94,8 @@ def write_gguf(
             plain = arranged.ndim == 1 or "ffn_gate_inp" in new or "conv" in new
             kind = "F32" if plain else kinds if isinstance(kinds, str) else kinds[new]
             writer.add_tensor(new, *_packed(arranged, kind))
+    for name, array in (more or {}).items():
+        writer.add_tensor(name, array)
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -388,9 +394,22 @@ def _packed(array: np.ndarray, kind: str) -> tuple[np.ndarray, None, Kind]:
     return gguf.quantize(array.astype(np.float32), Kind[kind]), None, Kind[kind]
 
 
+def dequantize(raw: np.ndarray, kind: str) -> np.ndarray:
+    """Rows of blocks uint8 [N, bytes] -> float32 [N, K]."""
+    if kind not in ("Q1_0", "Q2_0"):  # which the package cannot unpack
+        found: np.ndarray = gguf.dequantize(raw, Kind[kind])
+        return found
+    blocks, bits = raw.reshape(-1, 18), int(kind[1])
+    fields = blocks[:, 2:, None] >> np.arange(0, 8, bits, np.uint8) & ((1 << bits) - 1)
+    levels = fields.reshape(len(blocks), -1).astype(np.float32)
+    levels = 2 * levels - 1 if bits == 1 else levels - 1
+    scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    return (levels * scales).reshape(len(raw), -1)
+
+
 def random_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray:
     """Any codes, with scales that make weights of about 0.1."""
-    weights, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
+    weights, size = SIZES[kind]
     random = np.random.default_rng(len(kind) + size)
     blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // weights, size), np.uint8)
     for place in PLACES[kind]:

@@ -11,7 +11,7 @@ import numpy as np
 import onnxruntime
 import pytest
 from doubles import diffusing, mxfp4
-from doubles.ggufs import PLACES, TOKENIZER, Kind, random_blocks, write_gguf
+from doubles.ggufs import PLACES, TOKENIZER, Kind, dequantize, random_blocks, write_gguf
 from onnx import TensorProto, helper
 
 from llmc.bundle import MADE_FILE, read_export
@@ -75,6 +75,9 @@ CONVERTED: dict[str, dict[str, Any]] = {
 }
 # Of A_log, which a converter makes A of in float32.
 LOG_TOLERANCE = 1e-6
+ONE = np.ones(1, np.float32)
+# Of products of three floats in another order.
+ORDER_TOLERANCE = 1e-6
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 MIXED = {
     "token_embd.weight": "Q8_0",
@@ -284,7 +287,7 @@ def test_codes_scales_and_offsets_of_every_type_stand_for_what_gguf_unpacks(kind
     raw = random_blocks(plain.shape, kind) if kind in PLACES else gguf.quantize(plain, Kind[kind])
     for place in PLACES.get(kind, (0,)):
         raw[0, place : place + 2], raw[1, place : place + 2] = (3, 0), (3, 0x80)
-    codes, expected = layout.codes.read(raw.reshape(8, layout.size)), gguf.dequantize(raw, Kind[kind])
+    codes, expected = layout.codes.read(raw.reshape(8, layout.size)), dequantize(raw, kind)
     middle = 1 << (layout.table_kind.bits - 1)
     assert codes.dtype == np.int8 and -middle <= codes.min() and codes.max() < middle
     np.testing.assert_array_equal(layout.unpack(raw), expected)
@@ -331,6 +334,25 @@ def test_an_export_of_blocks_computes_what_transformers_computes_with_them(mixed
     with torch.no_grad():
         expected = unpacked(torch.from_numpy(ids)).logits.numpy()
     assert np.abs(logits - expected).max() <= LOGIT_TOLERANCE
+
+
+def test_matrices_in_nvfp4_may_have_one_more_scale(random_checkpoint, tmp_path):
+    """One of a matrix, and one of each expert; scales of activations are left out."""
+    folder = random_checkpoint.__wrapped__("qwen3_moe-first-layer-dense-bf16", dtype="float32", mlp_only_layers=[])
+    scaled = ["attn_output", *(f"ffn_{part}_exps" for part in ("gate", "up"))]
+    factors = {name: np.linspace(0.5, 3, 8 if "exps" in name else 1, dtype=np.float32) for name in scaled}
+    kinds = defaultdict(lambda: "F32", {f"blk.0.{name}.weight": "NVFP4" for name in scaled})
+    more = {f"blk.0.{name}.scale": array for name, array in factors.items()} | {"blk.0.attn_output.input_scale": ONE}
+    path = write_gguf(folder, tmp_path / "model.gguf", kinds, more=more)
+    stored, found = {it.name: it for it in gguf.GGUFReader(path).tensors}, read_checkpoint(path).tensors
+    floats = {it: gguf.dequantize(stored[f"blk.0.{it}.weight"].data, Kind.NVFP4) for it in scaled}
+    floats = {it: values * factors[it].reshape(-1, *[1] * (values.ndim - 1)) for it, values in floats.items()}
+    floats["both"] = np.concatenate([floats["ffn_gate_exps"], floats["ffn_up_exps"]], 1)
+    for name, own in (("self_attn.o_proj", "attn_output"), ("experts.gate_up_proj", "both")):
+        made = found[f"model.layers.0.{name}.weight"]
+        assert made.kind == Codes(8, 16, zero_points=False) and made.shape == floats[own].shape
+        weights = np.concatenate(list(made.codes.pieces())) * np.repeat(made.scales(), 16, 1)
+        np.testing.assert_allclose(weights.reshape(made.shape), floats[own], rtol=ORDER_TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])

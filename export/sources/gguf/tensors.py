@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import CheckpointError
-from llmc.export.sources.codes import MXFP4_BLOCK, GgmlTensor, Mxfp4Tensor, Weight, pack_codes
+from llmc.export.sources.codes import MXFP4_BLOCK, GgmlTensor, Mxfp4Tensor, QuantizedTensor, Weight, pack_codes
 from llmc.export.sources.gguf.config import head_dim
 from llmc.export.sources.gguf.header import Entry, Header
 from llmc.export.sources.made import MadeTensor, array_type
 from llmc.export.sources.safetensors import StoredTensor
-from llmc.ggml import LAYOUTS, Bytes
+from llmc.ggml import LAYOUTS, Bytes, Numbers
 from llmc.strict import open_regular
 
 # Types that need no unpacking, with their numpy types.
@@ -141,7 +141,13 @@ def decoder_tensors(headers: Sequence[Header], config: Mapping[str, Any]) -> dic
     entries = [
         (header.path, entry) for header in headers for entry in header.tensors if not _is_left_out(entry.name, config)
     ]
+    places = {entry.name: (path, entry) for path, entry in entries}
+    fp4 = [entry.name.removesuffix(".weight") for _, entry in entries if entry.kind == "NVFP4"]
+    factors = {f"{base}.weight": places[f"{base}.scale"] for base in fp4 if f"{base}.scale" in places}
+    scales = {f"{base}.{kind}" for base in fp4 for kind in ("scale", "input_scale")}
     for path, entry in entries:
+        if entry.name in scales:
+            continue
         name = parameter(entry.name, config["model_type"])
         if name in tensors:
             raise CheckpointError(f"{path}: {entry.name} is in another file, too; download the files again")
@@ -153,9 +159,12 @@ def decoder_tensors(headers: Sequence[Header], config: Mapping[str, Any]) -> dic
             entry = replace(entry, shape=(prod(entry.shape),))
         if config["model_type"] == "gpt_oss" and "_exps." in entry.name:
             continue
-        tensors[name] = _tensor(path, entry, name, _order(entry, config))
+        order, factor = _order(entry, config), factors.get(entry.name)
+        tensors[name] = (
+            _tensor(path, entry, name, order) if factor is None else _scale_blocks(path, entry, order, factor)
+        )
     if config["model_type"] == "gpt_oss":
-        tensors |= _weave_experts({entry.name: (path, entry) for path, entry in entries})
+        tensors |= _weave_experts(places)
     return tensors
 
 
@@ -300,6 +309,32 @@ def _tensor(path: Path, entry: Entry, name: str, order: Order | None) -> Weight:
     order = order or Order()
     places = [None if positions is None else positions.astype(np.int32) for positions in (order.rows, order.columns)]
     return GgmlTensor((stored,), places[0], places[1], entry.shape[0] if len(entry.shape) > 2 else 0)
+
+
+def _scale_blocks(path: Path, entry: Entry, order: Order | None, factor: tuple[Path, Entry]) -> QuantizedTensor:
+    """Codes and scales of blocks, whose scales are multiplied by a number of the matrix or of each expert."""
+    layout, experts = LAYOUTS[entry.kind], entry.shape[0] if len(entry.shape) > 2 else 0
+    if factor[1].shape != (experts or 1,) or (order is not None and order.columns is not None):
+        raise CheckpointError(
+            f"{path}: {entry.name} has {factor[1].name} {list(factor[1].shape)}, expected {experts or 1} numbers, and "
+            "columns in Hugging Face's order; export the checkpoint that the file was converted from"
+        )
+    rows, columns = prod(entry.shape[:-1]), entry.shape[-1]
+
+    def read(numbers: Numbers) -> Iterator[NDArray[Any]]:
+        """The numbers of all rows in order, an expert at a time."""
+        for raws in _rows(path, entry, order, lambda raw: raw):
+            for raw in raws[:, None] if experts else [raws]:
+                blocks = numbers.read(raw.reshape(-1, layout.size))
+                yield blocks.reshape(rows // experts if experts else len(raw), -1)
+
+    def scales() -> NDArray[np.float32]:
+        parts = np.concatenate(list(read(layout.scales))).reshape(experts or 1, -1)
+        scaled: NDArray[np.float32] = (parts * read_small(*factor)[:, None]).reshape(rows, -1)
+        return _check_numbers(path, entry, scaled)
+
+    codes = MadeTensor("I8", (rows, columns), lambda: read(layout.codes))
+    return QuantizedTensor(codes, layout.block, scales, stacked=experts)
 
 
 def _rows(
