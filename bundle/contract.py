@@ -81,6 +81,7 @@ INPUTS = {
         Input("embeddings", "float32", ("rows", "width"), _takes_rows, lambda *_: 0),
         Input("positions", "int64", ("coordinates", *_TEXT), lambda it: it.coordinates > 0, _places),
         Input("seen_lengths", "int64", _ROW, lambda it: it.diffusion is not None, _ends),
+        Input("token_types", "int64", _TEXT, lambda it: it.takes_types, lambda *_: 0),
         Input("text_lengths", "int64", _ROW, lambda it: it.long_after > 0, _ends),
         Input("hidden", "float32", (*_TEXT, "width"), _never, lambda *_: 0),  # a cut's, as hidden.{first layer}
         Input("cache_slots", "int64", ("attended",), _never, lambda _, shape: range(shape[0])),

@@ -95,7 +95,7 @@ def serve_command(bundles: tuple[str, ...], offline: bool | None, config: Path |
     of the --config file, with _ for -.
     """
     settings = {name: value for name, value in flags.items() if value not in (None, ())}
-    chosen = read_config(config, {**settings, "models": name_models(bundles)})
+    chosen = read_config(config, {**settings, "models": name_models(bundles)}, is_hub_name)
     require("fastapi", "serve")
     if chosen.ray:
         require("ray", "ray")

@@ -11,7 +11,7 @@ from llmc.bundle.model.draft_head import DraftHead
 from llmc.bundle.model.encoder import Encoder
 from llmc.bundle.model.geometry import Geometry
 from llmc.bundle.model.linear import Linear
-from llmc.bundle.model.names import EMBEDDING, HEAD, PER_LAYER, PER_LAYER_PROJECTION, POSITIONS
+from llmc.bundle.model.names import DISTANCES, EMBEDDING, HEAD, PER_LAYER, PER_LAYER_PROJECTION, POSITIONS, TYPES
 from llmc.bundle.model.norm import Norm
 from llmc.bundle.model.vision import Vision
 from llmc.export.heads.shapes import EMBEDDING_NORM, HeadConfig
@@ -69,9 +69,17 @@ class DecoderConfig:
     logit_softcap: float = 0.0  # c in c * tanh(logits / c), 0 for none
     head_bias: bool = False
     learned_positions: bool = False
+    first_position: int = 0  # row of the stored table for a text's first token
+    stored_types: int = 0  # rows of the table of token types in the checkpoint
+    # Attentions add a bias, of a stored table [32, heads] for ranges of distances, as T5 has them.
+    distance_ranges: bool = False
+    classifier: EncoderConfig | None = (
+        None  # end of the family's ForSequenceClassification; None: the last token's score
+    )
     # Weights of a layer that are stored as the rows of one tensor: its module, and theirs in order.
     packed: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    packed_by_head: bool = False  # such rows are stored head by head: query, key and value of the first, and so on
+    # Such rows are stored in so many groups, one for each head: its queries, keys and values, and so on; 0 for none.
+    packed_groups: int = 0
     transposed: bool = False  # the linears of layers are stored as [inputs, outputs]
     # Parts of tensor names in the checkpoint, whole words between dots, and llmc's names for them.
     renamed: tuple[tuple[str, str], ...] = ()
@@ -153,6 +161,7 @@ class DecoderConfig:
             # A factor cannot be moved into a norm that experts read too.
             scaled = layer.experts is None or layer.placement.before_experts != ""
         reads = f"{path}.{norm}" if norm else stream
+        scaled = scaled and norm not in layer.placement.carried
         producer = reads if norm and scaled else ""
         cached = self.encoder is None
         return Site(f"{path}.{name}", index, self.hidden_size, inputs, reads, producer, self.ropes, cached)
@@ -194,6 +203,8 @@ class DecoderConfig:
                 yield Norm(f"model.layers.{index}.{name}", kind, size, bias, follows, index)
         all_rows = self.encoder is not None and self.encoder.pooling == "mean"  # nothing is gathered before it
         yield Norm(FINAL_NORM, kind, self.hidden_size, bias, all_rows, None)
+        for name, size in self.encoder.list_norms() if self.encoder else ():
+            yield Norm(name, kind, size, bias, False, None)
 
     def list_norms_of(self, index: int) -> Iterator[tuple[str, int, bool]]:
         """Names and sizes of a layer's norms, and whether each is the first to read a residual sum."""
@@ -230,6 +241,10 @@ class DecoderConfig:
         shapes: Shapes = {f"{EMBEDDING}.weight": (self.vocab_size, self.own_width)}
         if self.learned_positions:
             shapes[f"{POSITIONS}.weight"] = (self.max_positions, self.hidden_size)
+        if self.encoder is not None and self.encoder.types:
+            shapes[f"{TYPES}.weight"] = (self.encoder.types, self.hidden_size)
+        if self.distance_ranges:
+            shapes[f"{DISTANCES}.weight"] = (2 * self.max_positions - 1, self.geometry.most_heads)
         shapes |= shapes_of_linears([it for it in geometry.linears if it.name != HEAD or not self.tied_head])
         for norm in geometry.norms:
             shapes |= {f"{norm.name}.{part}": (norm.size,) for part in ("weight", "bias")[: 1 + norm.bias]}

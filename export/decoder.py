@@ -94,6 +94,7 @@ class DecoderLayer(nn.Module):
         y, read, presents = x, x, Tensors()
         if self.self_attn is not None or self.recurrent is not None:
             read = self._normalize(place.before_attention, x)
+            x = read if place.before_attention in place.carried else x
             if beside is not None:
                 x = read if self.normed else x
                 read = torch.cat((self._normalize(EMBEDDING_NORM, beside), read), -1)
@@ -102,6 +103,7 @@ class DecoderLayer(nn.Module):
         if self.mlp is not None or self.experts is not None:
             if not place.parallel or place.before_mlp != place.before_attention:
                 read = self._normalize(place.before_mlp, x if place.parallel else y)
+            y = read if place.before_mlp in place.carried else y
             y = y + self.residual_scale(self._normalize(place.after_mlp, self._feed(read, y)))
         if self.per_layer_input_gate is not None:
             inner = self.act_fn(self.per_layer_input_gate(y)) * per_layer
@@ -137,6 +139,8 @@ class DecoderLayer(nn.Module):
 class Stack(nn.Module):
     """All but the head; Hugging Face calls it ``model``. Only a namespace: :class:`Decoder` runs it."""
 
+    embed_types: Embedding  # this and the next of some encoders
+    distance_bias: nn.Module
     post_projection: Linear  # this and the next of some draft heads
     centroids: Linear
 

@@ -1,12 +1,16 @@
 """The encoder: a decoder's layers run once over whole texts, then pooling to a vector or a score for each text."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from llmc.bundle.model.encoder import DENSE, SCORE
-from llmc.export.blocks.linear import Linear
+from llmc.export.blocks.linear import Embedding, Linear, as_float
+from llmc.export.blocks.mlp import ACTIVATIONS
+from llmc.export.blocks.norm import Norm
 from llmc.export.blocks.part import Call
 from llmc.export.blocks.rope import RotaryEmbedding, inverse_frequencies
 from llmc.export.blocks.scale import Scale
@@ -15,6 +19,8 @@ from llmc.export.decoder import Stack, TakePositions
 
 # Least length that vectors are divided by, as in torch's normalize: zero vectors stay zero.
 SHORTEST = 1e-12
+_PLAIN: dict[str, Callable[[], nn.Module]] = {"identity": nn.Identity, "tanh": nn.Tanh}
+BEHIND_DENSE = _PLAIN | dict(ACTIVATIONS.items())
 
 
 class MeanPooling(nn.Module):
@@ -25,6 +31,20 @@ class MeanPooling(nn.Module):
         # The length is taken from the values, so that this part of the graph can be run alone.
         inside = (torch.ones_like(hidden.select(2, 0)).cumsum(1) <= rows).unsqueeze(2)  # (B, S, 1)
         return torch.where(inside, hidden, 0.0).sum(1) / rows.float()
+
+
+class DistanceBias(nn.Module):
+    """ids (B, S) -> biases (1, H, S, S) of queries and keys, by how far the key comes before the query."""
+
+    def __init__(self, positions: int, heads: int) -> None:
+        super().__init__()
+        self.last = positions - 1
+        self.weight = nn.Parameter(torch.empty(2 * positions - 1, heads), requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        counted = (ids[:1] <= ids[:1]).long().cumsum(1)  # (1, S)
+        distance = counted.transpose(0, 1) - counted + self.last  # (S, S)
+        return as_float(functional.embedding(distance, self.weight)).permute(2, 0, 1).unsqueeze(0)
 
 
 class Normalize(nn.Module):
@@ -43,7 +63,11 @@ class Encoder(nn.Module):
         self.end = config.encoder
         self.model = Stack(config)
         self.embedding_scale = Scale(config.embedding_scale)
-        self.last_rows, self.mean, self.tanh, self.normalize = TakePositions(), MeanPooling(), nn.Tanh(), Normalize()
+        if self.end.types:
+            self.model.embed_types = Embedding(self.end.types, config.hidden_size)
+        if self.end.biased:
+            self.model.distance_bias = DistanceBias(config.max_positions, config.geometry.most_heads)
+        self.row, self.mean, self.normalize = TakePositions(), MeanPooling(), Normalize()
         self.rotary_emb = nn.ModuleList(RotaryEmbedding(inverse_frequencies(rope)) for rope in config.ropes)
         self.dense, self.score = (
             nn.ModuleList(
@@ -53,25 +77,38 @@ class Encoder(nn.Module):
             )
             for kind in (DENSE, SCORE)
         )
+        self.activations = nn.ModuleList(BEHIND_DENSE[it.activation]() for it in self.end.dense)
+        self.dense_norm = nn.ModuleList(
+            Norm(it.outputs, config.norm) if it.normed else nn.Identity() for it in self.end.dense
+        )
 
-    def forward(self, input_ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """ids (B, S), lengths (B) -> vectors (B, W) or scores (B), and the values (B, S, N) before the first layer and
-        after each. They are outputs so that the graph can be cut there."""
+    def forward(
+        self, input_ids: Tensor, lengths: Tensor, token_types: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """ids (B, S), lengths (B) and, if the model has them, types of tokens (B, S) -> vectors (B, W) or scores (B),
+        and the values (B, S, N) before the first layer and after each, so that the graph can be cut there."""
         ropes: list[Any] = [rope.inv_freq for rope in self.rotary_emb]
-        call = Call(lengths, ropes)
-        borders = [self.embedding_scale(self.model.embed_tokens(input_ids))]
+        bias = self.model.distance_bias(input_ids) if self.end.biased else None
+        call = Call(lengths, ropes, bias=bias)
+        borders = [self._embed(input_ids, token_types)]
         for layer in self.model.layers:
             borders.append(layer(borders[-1], None, call)[0])
         if self.end.pooling == "mean":
             pooled = self.mean(self.model.norm(borders[-1]), lengths)
         else:
-            pooled = self.model.norm(self.last_rows(borders[-1], lengths.unsqueeze(1) - 1)).squeeze(1)
-        return (self._score(pooled) if self.score else self._embed(pooled)), borders
+            last = lengths.unsqueeze(1) - 1
+            places = last if self.end.pooling == "last" else last - last
+            pooled = self.model.norm(self.row(borders[-1], places)).squeeze(1)
+        for dense, activation, norm in zip(self.dense, self.activations, self.dense_norm, strict=True):
+            pooled = norm(activation(dense(pooled)))
+        if self.score:
+            return self._score(pooled), borders
+        return (self.normalize(pooled) if self.end.normalized else pooled), borders
 
-    def _embed(self, x: Tensor) -> Tensor:
-        for dense, layer in zip(self.dense, self.end.dense, strict=True):
-            x = dense(x) if layer.activation == "identity" else self.tanh(dense(x))
-        return self.normalize(x) if self.end.normalized else x
+    def _embed(self, input_ids: Tensor, token_types: Tensor | None) -> Tensor:
+        x: Tensor = self.embedding_scale(self.model.embed_tokens(input_ids))
+        x = x if self.model.embed_positions is None else x + self.model.embed_positions(input_ids)
+        return x if token_types is None else x + self.model.embed_types(token_types)
 
     def _score(self, x: Tensor) -> Tensor:
         first, *others = (row(x).squeeze(1) for row in self.score)

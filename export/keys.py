@@ -24,7 +24,8 @@ IRRELEVANT = frozenset({
     "num_return_sequences", "output_attentions", "output_hidden_states", "output_past", "output_scores", "pad_token_id",
     "perceiver_config", "pixel_shuffle_factor",
     "prefix", "pretraining_tp", "problem_type", "remove_invalid_values", "repetition_penalty", "return_dict",
-    "return_dict_in_generate", "sentence_transformers", "sep_token_id", "suppress_tokens", "task_specific_params",
+    "return_dict_in_generate", "sbert_ce_default_activation_function",
+    "sentence_transformers", "sep_token_id", "suppress_tokens", "task_specific_params",
     "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript",
     "transformers.js_config", "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version",
     "use_bfloat16", "use_cache",
@@ -56,7 +57,8 @@ RANGES: dict[str, tuple[float, float]] = {
     for low, high, names in (
         # Tables with an entry per layer are made, and every layer is traced; the deepest known decoder has 126.
         (1, 1024, "num_hidden_layers depth no_rope_layer_interval sliding_window_pattern full_attention_interval"),
-        (1, 1024, "decoder_sparse_step"),
+        (1, 1024, "decoder_sparse_step global_attn_every_n_layers"),
+        (1, 255, "type_vocab_size"),
         (0, 1024, "num_dense_layers first_k_dense_replace"),
         (0, 1023, "num_kv_shared_layers"),
         (0, 64, "num_nextn_predict_layers num_mtp_layers"),  # layers that predict further tokens
@@ -72,13 +74,13 @@ RANGES: dict[str, tuple[float, float]] = {
         # Angles are products with a position in float32, which holds whole numbers up to here.
         (1, 1 << 24, "max_position_embeddings original_max_position_embeddings max_seq_length"),
         # Compared with positions and layers, in 31 bits.
-        (1, (1 << 31) - 1, "sliding_window"),
+        (1, (1 << 31) - 1, "sliding_window local_attention"),
         (0, (1 << 31) - 1, "max_window_layers"),
         # Added to a mean of squares: 0 makes a row of zeros no number, as float32 does with much less than 1e-30, and
         # with more than 1 it would outweigh the values.
         (1e-30, 1, "rms_norm_eps norm_epsilon layer_norm_eps layer_norm_epsilon"),
         # The slowest frequency, 1 / (theta * factor), stays a normal float32; below 1 later pairs would turn faster.
-        (1, 1e30, "rope_theta rope_local_base_freq"),
+        (1, 1e30, "rope_theta rope_local_base_freq local_rope_theta"),
         (1e-3, 1, "partial_rotary_factor"),
         (1e-3, 1e6, "factor short_factor long_factor low_freq_factor high_freq_factor beta_slow beta_fast"),
         (1, 1e6, "alpha"),  # powers of it multiply the base
@@ -87,7 +89,7 @@ RANGES: dict[str, tuple[float, float]] = {
         (0, 1e3, "mscale mscale_all_dim llama_4_scaling_beta"),
         # Scale of queries: products are divided by its root.
         (1e-3, 1e6, "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping"),
-        # Recurrent layers: heads, their widths, and taps of a convolution (3 and 4 in published models).
+        # Recurrent layers: heads, their widths, and taps of a convolution (3, 4 and 7 in published models).
         (1, 4095, "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"),
         (1, 4095, "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head"),
         (2, 255, "linear_conv_kernel_dim conv_L_cache mamba_d_conv"),
@@ -105,7 +107,7 @@ RANGES: dict[str, tuple[float, float]] = {
         (1e-6, 1e6, "attention_out_multiplier key_multiplier lm_head_multiplier mlp_multipliers ssm_in_multiplier"),
         (1e-6, 1e6, "ssm_multipliers ssm_out_multiplier logits_scaling logit_scale routed_scaling_factor"),
         # Token ids.
-        (0, 1 << 24, "true_token_id false_token_id"),
+        (0, 1 << 24, "true_token_id false_token_id pad_token_id"),
         (0, (1 << 24) - 1, "image_token_id image_token_index"),
         # Vision towers, and how images are made ready for them: pixels, places in a prompt, numbers of pixels' values.
         (1, 4096, "image_size patch_size encoder_patch_size tile_size height width longest_edge"),
@@ -179,10 +181,14 @@ class Keys:
         """Read keys of a family's own (``names`` to the common ones) by the common names; messages keep theirs."""
         for own, name in names.items():
             if (value := self._values.get(own)) is not None:
-                if name in self._values and self._values[name] != value:
+                if self._values.get(name) not in (None, value):
                     raise self.error(own, value, f"the same as {name}={self._values[name]!r:.80}")
                 self._values = {key: kept for key, kept in self._values.items() if key != own} | {name: value}
                 self._own_names[name] = own
+
+    def fill(self, **defaults: Any) -> None:
+        """Take the values of ``defaults`` for keys that are missing."""
+        self._values = {**defaults, **self._values}
 
     def __contains__(self, name: str) -> bool:
         return name in self._values

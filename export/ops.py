@@ -289,6 +289,15 @@ SelfAttention
 """
 )
 
+# The same with a bias (1, H, S, S) of the products of queries and keys.
+_BIASED_ATTENTION = _SELF_ATTENTION.replace("lengths, inv_freq)", "lengths, bias, inv_freq)").replace(
+    "heads_out = Attention <scale: float = @scale, softcap: float = @softcap> (q_heads, k_heads, v_heads, mask)",
+    """
+    least = Constant <value_float = -3.4e38> ()
+    seen_bias = Where (mask, bias, least)
+    heads_out = Attention <scale: float = @scale> (q_heads, k_heads, v_heads, seen_bias)
+    """,
+)
 
 # Positions (A, B, S) on several axes, and the axis of each pair of a head.
 Places = tuple[Tensor, tuple[int, ...]]
@@ -353,7 +362,8 @@ def functions() -> list[onnx.FunctionProto]:
         onnx.parser.parse_function(text)
         for text in (
             *(_CACHED_ATTENTION, _SINKING_ATTENTION, _TURNED_BY_AXES, _BOTH_WAYS_ATTENTION),
-            *(_SHARED_ATTENTION, _BORROWING_ATTENTION, _SELF_ATTENTION, _ROTATED_HEADS),
+            *(_SHARED_ATTENTION, _BORROWING_ATTENTION, _SELF_ATTENTION),
+            *(_BIASED_ATTENTION, _ROTATED_HEADS),
         )
     ]
 
@@ -416,15 +426,25 @@ def shared_attention(
 
 
 def self_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, inv_freq: Tensor, knobs: Knobs, *, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    inv_freq: Tensor,
+    knobs: Knobs,
+    *,
+    causal: bool,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Rotate q and k and attend within each row of a call up to its length (B) -> (B, S, H*D).
+    """Rotate q and k and attend within each row of a call up to its length (B) -> (B, S, H*D); ``bias`` (1, H, S, S) is
+    added to the products, which a softcap does not go with.
 
     While torch exports, it emits one ``llmc::SelfAttention`` node instead of computing.
     """
     if torch.compiler.is_exporting():
         numbers = {**_attributes(inv_freq, knobs), "causal": int(causal)}
-        return emit_node(SELF_ATTENTION, [q, k, v, lengths, inv_freq], numbers, q)[0]
+        more = [] if bias is None else [bias]
+        return emit_node(SELF_ATTENTION, [q, k, v, lengths, *more, inv_freq], numbers, q)[0]
     places = torch.arange(q.shape[1], device=q.device)
     queries, keys, values = _rotate_projections(q, k, v, places[None], inv_freq, knobs)
     distance = places[:, None] - places  # (S, S), of a query from a key
@@ -433,7 +453,8 @@ def self_attention(
         mask = mask & (distance >= 0)
     if knobs.window:
         mask = mask & (distance.abs() < knobs.window)
-    return _attend(queries, keys, values, mask | (distance == 0), knobs)
+    mask = mask | (distance == 0)
+    return _attend(queries, keys, values, mask if bias is None else bias.masked_fill(~mask, -torch.inf), knobs)
 
 
 def rotated_heads(x: Tensor, past_lengths: Tensor, inv_freq: Tensor, knobs: Knobs, head_dim: int) -> Tensor:
@@ -517,7 +538,8 @@ def _mask(capacity: int, positions: Tensor, knobs: Knobs, ahead: Tensor | int = 
 def _attend(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, knobs: Knobs, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attention (B, S, H*D) of queries (B, H, S, D) over keys and values (B, KV, C, D)."""
+    """Attention (B, S, H*D) of queries (B, H, S, D) over keys and values (B, KV, C, D); ``mask`` is true where they are
+    seen, or without softcap and sinks what is added to the products."""
     group, scale, softcap = knobs.num_heads // knobs.kv_heads, knobs.scale, knobs.softcap
     if not softcap and sinks is None:
         attention = scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=group > 1)

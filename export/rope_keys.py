@@ -54,6 +54,13 @@ def read_ropes(keys: Keys, rules: RopeRules, head_dim: int, max_positions: int) 
     return ropes
 
 
+def require_both_ropes(keys: Keys) -> None:
+    """Refuse ``rope_parameters`` without the ropes of both kinds of layers."""
+    ropes = keys.raw("rope_parameters")
+    if not isinstance(ropes, dict) or not (ropes.get("full_attention") and ropes.get("sliding_attention")):
+        raise keys.error("rope_parameters", ropes, "an object with full_attention and sliding_attention")
+
+
 @dataclass(frozen=True)
 class _Reader:
     config: Keys

@@ -112,6 +112,9 @@ def _cut(whole: Path, folder: Path, graph: Graph, part: Manifest, weights: Weigh
         cut = ir.convenience.extract(model.graph, [*inputs, *taken], [result, *outputs])
     except (ValueError, RuntimeError) as error:  # the latter when what another stage has is to be copied
         raise BuildError(f"more than hidden states cross a border of {layers}; leave stages out") from error
+    ordered = {name: cut.initializers[name] for name in model.graph.initializers if name in cut.initializers}
+    cut.initializers.clear()  # a set's order until now: two builds would differ
+    cut.initializers.update(ordered)
     return _write_graph(model, cut, folder, graph, weights)
 
 

@@ -19,6 +19,16 @@ from llmc.runtime.text.prompts import Prompts
 from llmc.runtime.text.tokenizer import Tokenizer
 
 Tokens = Sequence[int]
+
+
+class TypedTokens(list[int]):
+    """Token ids of a query with a document, and the type of each."""
+
+    def __init__(self, ids: Tokens, types: Tokens) -> None:
+        super().__init__(ids)
+        self.types = types
+
+
 Vectors = NDArray[np.float32]
 # Least length that a vector is divided by; a vector of zeros stays one.
 SHORTEST = 1e-12
@@ -56,6 +66,11 @@ class Embedder(LoadedBundle):
     def width(self) -> int:
         """Values of a result."""
         return self._form.width
+
+    @property
+    def prompt_names(self) -> tuple[str, ...]:
+        """Names of the checkpoint's prompts, such as ``query`` and ``document``."""
+        return tuple(self._prompts.named)
 
     def embed(
         self,
@@ -158,8 +173,14 @@ class Embedder(LoadedBundle):
             for row, place in zip(ids, group, strict=True):
                 row[: len(rows[place])] = rows[place]
             lengths = np.array([len(rows[place]) for place in group], np.int64)
+            feeds = {"input_ids": ids, "lengths": lengths}
+            if self._form.types:
+                feeds["token_types"] = types = np.zeros_like(ids)
+                for row, place in zip(types, group, strict=True):
+                    if isinstance(tokens := rows[place], TypedTokens):
+                        row[: len(tokens)] = tokens.types
             with self._lock:  # memory is planned for one call at a time
-                results[group] = self._session.run(input_ids=ids, lengths=lengths).reshape(len(group), self.width)
+                results[group] = self._session.run(**feeds).reshape(len(group), self.width)
         if not np.isfinite(results).all():
             raise NonFiniteError("the model's results hold NaN or infinite values; run: llmc verify BUNDLE")
         return results
@@ -179,19 +200,20 @@ class Embedder(LoadedBundle):
     def _tokens(self, text: str, truncate: bool) -> list[int]:
         ids, read = self.tokenizer.encode_within(text, self.max_context, self.tokenizer.encode)
         if read < len(text) or len(ids) > self.max_context:
-            ids = self._cut(ids, truncate, text[:read])
+            ids, _ = self._cut(ids, truncate, text[:read])
         return self._strip_padding(ids)
 
     def _pair(self, prompt: str, query: str, document: str, truncate: bool) -> list[int]:
         _, read = self.tokenizer.encode_within(document, self.max_context, self.tokenizer.encode)
-        ids = self.tokenizer.encode_cut(prompt + query, None, document[:read])
+        ids, types = self.tokenizer.encode_cut(prompt + query, None, document[:read])
         if read < len(document) or len(ids) > self.max_context:
-            ids = self._cut(ids, truncate, prompt + query, document[:read])
-        return self._strip_padding(ids)
+            ids, types = self._cut(ids, truncate, prompt + query, document[:read])
+        ids = self._strip_padding(ids)
+        return TypedTokens(ids, types[: len(ids)])
 
-    def _cut(self, ids: list[int], truncate: bool, text: str, pair: str | None = None) -> list[int]:
-        """As many tokens of a text, or of the second of two, as there is room for; RequestError if none may be left
-        out."""
+    def _cut(self, ids: list[int], truncate: bool, text: str, pair: str | None = None) -> tuple[list[int], list[int]]:
+        """As many tokens of a text, or of the second of two, as there is room for, and their types.
+        RequestError: none may be left out."""
         if not truncate:
             raise self._too_long(ids)
         return self.tokenizer.encode_cut(text, self.max_context, pair)

@@ -74,6 +74,7 @@ class Generator(LoadedBundle):
         options: EngineOptions | None = None,
         tower: Tower | None = None,
     ) -> None:
+        tokenizer.require_spaces(folder)
         super().__init__(folder, manifest, tokenizer, runner.session, threads, runner.max_context)
         self.runner = runner
         self.options = options or EngineOptions()

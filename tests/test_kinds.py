@@ -41,6 +41,7 @@ MODELS: dict[str, Geometry] = {
     "has recurrent layers": replace(
         PLAIN, recurrents=(Recurrent(name="conv", layer=0, rule="conv", taps=4, channels=64),)
     ),
+    "has latent attention": replace(PLAIN, attentions=(FIRST, replace(LAST, latent=24))),
     "has attention with sinks": replace(PLAIN, attentions=(FIRST, replace(LAST, sinks=True))),
     "scales its layers": replace(PLAIN, layer_scalars=True),
     "has inputs for each layer": replace(PLAIN, per_layer=8),

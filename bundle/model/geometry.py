@@ -92,6 +92,16 @@ class Geometry:
         return "decoder" if self.generates else "encoder"
 
     @property
+    def small_tables(self) -> int:
+        """Number of tables that have no row for each token of the vocabulary."""
+        return self.learned_positions + self.takes_types + (self.encoder is not None and self.encoder.biased)
+
+    @property
+    def takes_types(self) -> bool:
+        """True if the graph takes the type of each token."""
+        return self.encoder is not None and self.encoder.types > 0
+
+    @property
     def result_width(self) -> int:
         """Values of a result: logits of a token, a vector, or one score."""
         return self.encoder.width if self.encoder else self.vocab_size
@@ -271,13 +281,13 @@ class Geometry:
         end = [linear for linear in self.linears if linear.layer is None and linear.name != PER_LAYER_PROJECTION]
         if self.encoder is None:
             return [linear.name for linear in end] == [HEAD]
-        of_embeddings = self.encoder.result == "embeddings"
-        width = end[-1].outputs if end else self.hidden_size
-        kind = DENSE if of_embeddings else SCORE
-        names = [f"{kind}.{i}" for i in range(len(end))]
+        scores = [linear for linear in end if linear.name.startswith(f"{SCORE}.")]
+        kinds = [(DENSE, len(end) - len(scores)), (SCORE, len(scores))]
         return (
-            [linear.name for linear in end] == names
-            and self.encoder.width == width
-            and (of_embeddings or (width == 1 and len(end) in (1, 2)))
+            [linear.name for linear in end] == [f"{kind}.{i}" for kind, count in kinds for i in range(count)]
+            and self.encoder.width == (end[-1].outputs if end else self.hidden_size)
+            and (
+                not scores if self.encoder.result == "embeddings" else self.encoder.width == 1 and len(scores) in (1, 2)
+            )
             and not self.caches
         )

@@ -2,8 +2,8 @@
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
-# Table of learned positions.
-POSITIONS = "model.embed_positions"
+# Tables of learned positions, of the types of tokens, and of biases by the distance of two tokens.
+POSITIONS, TYPES, DISTANCES = "model.embed_positions", "model.embed_types", "model.distance_bias"
 
 # Table of an input for every layer, and the linear that adds to it.
 PER_LAYER, PER_LAYER_PROJECTION = "model.embed_tokens_per_layer", "model.per_layer_model_projection"

@@ -54,7 +54,7 @@ class Attention(PartModule):
             ), ()
         q, k = self.q_proj(x), self.k_proj(x)
         v = k if config.keys_are_values else self.v_proj(x)
-        if config.gated:
+        if config.gate == "beside_queries":
             q, gate = (part.flatten(-2) for part in cut(q.unflatten(-1, (-1, 2 * config.head_dim)), config.head_dim))
         if config.rotates_first and inv_freq is not None:
             q, k = (
@@ -68,8 +68,16 @@ class Attention(PartModule):
         inv_freq = self.rotary_emb.inv_freq if inv_freq is None else inv_freq
         if cache is None:
             assert not config.sinks, "sinks are for attention over a cache"
-            attn = ops.self_attention(q, k, v, lengths, inv_freq, self.knobs, causal=config.causal)
+            attn = ops.self_attention(q, k, v, lengths, inv_freq, self.knobs, causal=config.causal, bias=call.bias)
             return self.o_proj(attn), ()
         sinks = as_float(self.sinks) if config.sinks else None
         attn, keys, values = ops.cached_attention(q, k, v, cache, lengths, inv_freq, self.knobs, sinks, call.shown)
-        return self.o_proj(attn if gate is None else attn * torch.sigmoid(gate)), (keys, values)
+        gate = self.g_proj(x) if config.gate in ("value", "head") else gate
+        return self.o_proj(attn if gate is None else self._gate(attn, torch.sigmoid(gate))), (keys, values)
+
+    def _gate(self, attn: Tensor, gate: Tensor) -> Tensor:
+        """attn (B, S, H * D), a factor of each value or of each head (B, S, H) -> attn."""
+        if self.config.gate != "head":
+            return attn * gate
+        heads = attn.view(*attn.shape[:-1], self.config.heads, self.config.head_dim)
+        return (heads * gate.unsqueeze(-1)).flatten(-2)

@@ -48,15 +48,16 @@ class Embedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """ids (B, S), lengths (B) before them -> the vectors (B, S, hidden) of their positions."""
+    """ids (B, S), lengths (B) before them (default none) -> the vectors (B, S, hidden) of their positions."""
 
     def __init__(self, positions: int, hidden_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(positions, hidden_size), requires_grad=False)
 
-    def forward(self, ids: Tensor, past_lengths: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, past_lengths: Tensor | None = None) -> Tensor:
         counted = (ids <= ids).long().cumsum(1)  # 1 ... S without a Shape node, which GPU kernels lack
-        return as_float(functional.embedding(past_lengths.unsqueeze(1) + counted - 1, self.weight))
+        positions = counted if past_lengths is None else past_lengths.unsqueeze(1) + counted
+        return as_float(functional.embedding(positions - 1, self.weight))
 
 
 def cut(x: Tensor, *widths: int) -> list[Tensor]:

@@ -24,6 +24,7 @@ class Call:
     ropes: Sequence[Tensor]  # frequencies (R/2) of each of the decoder's ropes
     new_lengths: Tensor | None = None  # (B) new tokens that count, if some cache is a state
     shown: ops.Shown = ops.PLAIN  # how positions and sight differ from those of text
+    bias: Tensor | None = None  # (1, H, S, S) of the products of queries and keys
 
 
 class PartModule(nn.Module):

@@ -4,33 +4,38 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from llmc.export.config import DecoderConfig
-from llmc.export.families.mixtures import RENAMED, put_experts, read_experts, read_groups
+from llmc.export.families.mixtures import RENAMED, first_dense, put_experts, read_experts, read_groups
 from llmc.export.keys import Keys
 from llmc.export.parts.experts import ExpertsConfig
 from llmc.export.parts.mlp import MlpConfig
 from llmc.export.reading import read_decoder
 from llmc.export.rope_keys import compute_attention_factor
 
-OWN = (
-    *(("mlp.shared_experts", "mlp"), ("self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_proj")),
+LATENT = (
+    ("self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_proj"),
     *(("kv_a_layernorm", "kv_a_norm"), ("q_a_layernorm", "q_a_norm"), ("q_b_proj", "q_proj")),
 )
 
 
 def read(keys: Keys) -> DecoderConfig:
-    keys.skip("aux_loss_alpha", "seq_aux")
-    return read_latent(keys, _read_experts)
+    keys.fixed("rope_interleave", True)
+    return read_mixture(keys, _read_experts)
 
 
-def read_latent(
-    keys: Keys, experts: Callable[[Keys, int], ExpertsConfig], *, interleaved: bool = True
-) -> DecoderConfig:
-    """``head_dim`` is the rotated part of a head; the other one comes from the vector. The first
-    ``first_k_dense_replace`` layers have an MLP alone. With ``q_lora_rank`` queries come from a vector, too."""
-    keys.rename({"n_routed_experts": "num_experts", "qk_rope_head_dim": "head_dim"})
-    keys.skip("ep_size", "qk_head_dim")
+def read_latent(keys: Keys, rope_own: tuple[str, ...] = ()) -> DecoderConfig:
+    """A dense decoder. ``head_dim`` is the rotated part of a head; the other one comes from the vector. With
+    ``q_lora_rank`` queries come from a vector, too. The family reads ``rope_own`` keys of the rope itself."""
+    keys.rename({"qk_rope_head_dim": "head_dim"})
+    keys.skip("qk_head_dim")
     heads, bias = keys.integer("num_attention_heads"), keys.flag("mlp_bias")
-    config = read_decoder(keys, default_kv_heads=heads, default_head_dim=64, mlp_bias=bias, interleaved=interleaved)
+    config = read_decoder(
+        keys,
+        default_kv_heads=heads,
+        default_head_dim=64,
+        mlp_bias=bias,
+        interleaved=keys.flag("rope_interleave", True),
+        rope_own=rope_own,
+    )
     if (kv_heads := keys.integer("num_key_value_heads", heads)) != heads:
         raise keys.error("num_key_value_heads", kv_heads, f"num_attention_heads={heads}")
     turned, value_dim = keys.integer("head_dim", 64), keys.integer("v_head_dim", 128)
@@ -44,13 +49,19 @@ def read_latent(
             it, head_dim=head_dim, scale=scale, latent=latent, value_dim=value_dim, query_latent=queries
         )
     )
-    inner = keys.integer("moe_intermediate_size", 1407)
-    shared = MlpConfig(inner=inner * keys.integer("n_shared_experts", 2), bias=bias)
-    dense = keys.integer("first_k_dense_replace", 0)
-    if dense >= len(config.layers):
-        raise keys.error("first_k_dense_replace", dense, f"less than num_hidden_layers={len(config.layers)}")
-    config = put_experts(config, experts(keys, inner), (True,) * dense, shared)
-    return replace(config, renamed=(*RENAMED, *OWN))
+    return replace(config, renamed=LATENT)
+
+
+def read_mixture(
+    keys: Keys, experts: Callable[[Keys, int], ExpertsConfig], rope_own: tuple[str, ...] = ()
+) -> DecoderConfig:
+    """The decoder of :func:`read_latent` with experts beside a shared MLP behind its first dense layers."""
+    keys.rename({"n_routed_experts": "num_experts"})
+    keys.skip("aux_loss_alpha", "seq_aux", "ep_size")
+    config, inner = read_latent(keys, rope_own), keys.integer("moe_intermediate_size", 1407)
+    shared = MlpConfig(inner=inner * keys.integer("n_shared_experts", 2), bias=keys.flag("mlp_bias"))
+    config = put_experts(config, experts(keys, inner), first_dense(keys), shared)
+    return replace(config, renamed=(*config.renamed, *RENAMED, ("mlp.shared_experts", "mlp")))
 
 
 def _magnify(keys: Keys, config: DecoderConfig) -> float:

@@ -13,9 +13,8 @@ OWN = (("mlp.gate.e_score_correction_bias", "experts.correction"),)
 
 def read(keys: Keys) -> DecoderConfig:
     """Layers behind the last one, which predict further tokens, are left out."""
-    keys.skip("aux_loss_alpha", "seq_aux")
     further = keys.integer("num_nextn_predict_layers", keys.integer("num_mtp_layers", 1))
-    config = deepseek_v2.read_latent(keys, _read_experts, interleaved=keys.flag("rope_interleave", True))
+    config = deepseek_v2.read_mixture(keys, _read_experts)
     if further:
         keys.note("layers behind the last one, which predict further tokens, are left out")
     left_out = tuple(f"layers.{len(config.layers) + index}" for index in range(further))

@@ -9,6 +9,7 @@ from llmc.export.keys import Keys
 from llmc.export.parts.attention import AttentionConfig
 from llmc.export.parts.norm import SANDWICH
 from llmc.export.reading import windows_by_pattern
+from llmc.export.rope_keys import require_both_ropes
 
 # Keys of the layers that see all positions: in published configs, and for each layer as transformers saves them.
 OWN = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
@@ -34,9 +35,7 @@ RENAMED = (
 
 def read(keys: Keys, default_per_layer: int = 256) -> DecoderConfig:
     """The last ``num_kv_shared_layers`` read the cache of the last layer before them with the same kind of window."""
-    ropes = keys.raw("rope_parameters")
-    if not isinstance(ropes, dict) or not (ropes.get("full_attention") and ropes.get("sliding_attention")):
-        raise keys.error("rope_parameters", ropes, "an object with full_attention and sliding_attention")
+    require_both_ropes(keys)
     if keys.raw("use_bidirectional_attention") not in (None, "vision"):  # over images, which are left out
         raise keys.error("use_bidirectional_attention", keys.raw("use_bidirectional_attention"), "null or 'vision'")
     keys.skip(*OWN, "per_layer_config")

@@ -34,4 +34,4 @@ def read(keys: Keys) -> DecoderConfig:
         gated=False,
         partial=0.25,
     )
-    return replace(config, packed=PACKED, packed_by_head=True, renamed=RENAMED)
+    return replace(config, packed=PACKED, packed_groups=keys.integer("num_attention_heads"), renamed=RENAMED)

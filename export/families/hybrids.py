@@ -20,12 +20,13 @@ def recurrent_layers(
     mixer: RecurrentConfig | None,
     kinds: tuple[str, ...],
     default: tuple[bool, ...],
+    others: tuple[str, ...] = ("full_attention", "attention"),
 ) -> tuple[Layer, ...]:
-    """``layers`` with ``mixer`` in the place of attention where ``layer_types`` says one of ``kinds``; ``default``
-    replaces missing ``layer_types``."""
-    types, options = keys.raw("layer_types"), (*(kinds if mixer else ()), "full_attention", "attention")
+    """``layers`` with ``mixer`` in the place of attention where ``layer_types`` says one of ``kinds``, not one of
+    ``others``; ``default`` replaces missing ``layer_types``."""
+    types, options = keys.raw("layer_types"), (*(kinds if mixer else ()), *others)
     if types is None:
-        types = [kinds[0] if recurrent else "attention" for recurrent in default]
+        types = [kinds[0] if recurrent else others[0] for recurrent in default]
     if not isinstance(types, list) or len(types) != len(layers) or any(each not in options for each in types):
         raise keys.error("layer_types", types, f"{len(layers)} entries, each one of {', '.join(options)}")
     return tuple(

@@ -40,10 +40,14 @@ def read(keys: Keys, inner: int = 0) -> DecoderConfig:
     attending = list(range(layers)) if attending is None else attending
     if not isinstance(attending, list) or any(index not in range(layers) for index in attending):
         raise keys.error("full_attn_idxs", attending, f"indices of the {layers} layers")
-    taps, bias = keys.integer("conv_L_cache", 3), keys.flag("conv_bias")
-    mixer = RecurrentConfig(rule="conv", channels=config.hidden_size, taps=taps, bias=bias)
-    default = tuple(i not in attending for i in range(layers))
+    default, mixer = tuple(i not in attending for i in range(layers)), read_conv(keys, config.hidden_size)
     return replace(config, layers=recurrent_layers(keys, config.layers, mixer, ("conv",), default), renamed=RENAMED)
+
+
+def read_conv(keys: Keys, channels: int, default_taps: int = 3) -> RecurrentConfig:
+    """The short convolution."""
+    taps, bias = keys.integer("conv_L_cache", default_taps), keys.flag("conv_bias")
+    return RecurrentConfig(rule="conv", channels=channels, taps=taps, bias=bias)
 
 
 def _inner(keys: Keys) -> int:

@@ -6,17 +6,25 @@ from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys
 from llmc.export.reading import read_decoder
 
+# Keys of the rope: the growth of queries, and a repetition of the config's key.
+OWN = "llama_4_scaling_beta", "max_position_embeddings"
+
 
 def read(keys: Keys) -> DecoderConfig:
-    """The rope's keys hold the growth of queries; ``max_position_embeddings`` there repeats the config's."""
-    rope, window = keys.inside("rope_parameters"), keys.optional_integer("sliding_window") or 0
+    window = keys.optional_integer("sliding_window") or 0
     config = read_decoder(
         keys,
         windows=(window,) * keys.integer("num_hidden_layers"),
         default_kv_heads=8,
         default_head_dim=128,
-        rope_own=("llama_4_scaling_beta", "max_position_embeddings"),
+        rope_own=OWN,
     )
+    return grow_queries(keys, config)
+
+
+def grow_queries(keys: Keys, config: DecoderConfig) -> DecoderConfig:
+    """The decoder whose queries grow as ``llama_4_scaling_beta`` of the rope says."""
+    rope = keys.inside("rope_parameters")
     if rope.raw("llama_4_scaling_beta") is None:
         return config
     growth, period = rope.number("llama_4_scaling_beta"), rope.integer("original_max_position_embeddings")

@@ -7,4 +7,4 @@ from llmc.export.keys import Keys
 
 def read(keys: Keys) -> DecoderConfig:
     """``text_config`` names the family of the text part, which is exported."""
-    return read_text_part(keys, ("mistral", "ministral3"))
+    return read_text_part(keys, ("mistral", "ministral3", "mistral4"))

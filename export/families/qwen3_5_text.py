@@ -50,6 +50,6 @@ def read(keys: Keys, inner: int | None = None) -> DecoderConfig:
     )
     every = keys.integer("full_attention_interval", 4)
     default = tuple((i + 1) % every != 0 for i in range(len(config.layers)))
-    config = config.change_attentions(lambda _, it: replace(it, gated=True))
+    config = config.change_attentions(lambda _, it: replace(it, gate="beside_queries"))
     layers = recurrent_layers(keys, config.layers, mixer, ("linear_attention",), default)
     return replace(config, layers=layers, renamed=RENAMED, left_out=("mtp",))

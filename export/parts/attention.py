@@ -1,7 +1,10 @@
 """Attentions."""
 
 from dataclasses import dataclass
+from math import log
 from typing import Literal
+
+import numpy as np
 
 from llmc.bundle.model.attention import Attention
 from llmc.bundle.model.cache import Cache
@@ -9,6 +12,23 @@ from llmc.bundle.model.linear import Linear
 from llmc.export.parts.site import Part, Shapes, Site, place
 
 QkNorm = Literal["none", "head", "whole", "head_after_rope"]
+# A gate's sigmoid multiplies the output: a gate for each value, made by ``q_proj`` (each head's query, then its gate)
+# or by a linear of its own, or one for each head.
+Gate = Literal["none", "beside_queries", "value", "head"]
+
+
+# Ranges of distances that share a bias, for each direction: single ones up to the half, then ever longer ones.
+RANGES, FURTHEST = 16, 128
+
+
+def find_range(distance: int) -> int:
+    """The row of a stored table of biases for how far a key comes before its query (arXiv 1910.10683)."""
+    ahead, apart, single = RANGES if distance < 0 else 0, abs(distance), RANGES // 2
+    if apart < single:
+        return ahead + apart
+    # In float32, as transformers does: at its borders a range is chosen by rounding.
+    steps = np.log(np.float32(apart) / np.float32(single)) / np.float32(log(FURTHEST / single))
+    return ahead + min(RANGES - 1, single + int(steps * np.float32(RANGES - single)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +43,7 @@ class AttentionConfig(Attention, Part):
     qk_scales: bool = False  # each head has weights of its own after its norm, whose weights are ones
     qkv_bias: bool = False
     o_bias: bool = False
-    gated: bool = False  # a gate's sigmoid multiplies the output; ``q_proj`` makes each head's query, then its gate
+    gate: Gate = "none"
     value_norm: bool = False  # the heads of values are normalised too, without a weight
     keys_are_values: bool = False  # values are what ``k_proj`` makes, before its norm and rotation
     source: int | None = None  # layer with the same heads whose keys and values are read; None: its own
@@ -54,13 +74,17 @@ class AttentionConfig(Attention, Part):
                 site.expand("q_proj", queries, self.query_latent, "q_a_norm"),
             ]
         else:
-            rows = ((2 if self.gated else 1) * queries, keys, keys)
+            rows = ((2 if self.gate == "beside_queries" else 1) * queries, keys, keys)
             linears = [site.read(f"{part}_proj", n, self.qkv_bias) for part, n in zip(self.parts, rows, strict=False)]
         if self.latent:
             rotated, queries = self._count_rotated(site), self.heads * self.value_dim
             expanded = queries + self.heads * (self.head_dim - rotated)
             linears.append(site.read("kv_a_proj", self.latent + rotated))
             linears.append(site.expand("kv_b_proj", expanded, self.latent, "kv_a_norm"))
+        if self.gate == "value":
+            linears.append(site.read("g_proj", queries))
+        elif self.gate == "head":
+            linears.append(site.read("g_proj", self.heads, exact=True))
         producer = f"{site.path}.v_proj" if self.parts == "qkv" and not self.value_norm else ""
         return [*linears, site.write("o_proj", queries, self.o_bias, producer)]
 

@@ -1,6 +1,6 @@
 """Normalisations, and where a layer has them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmc.bundle.model.norm import NormKind
 
@@ -32,6 +32,8 @@ class Placement:
     before_experts: str = ""
     after_experts: str = ""
     after_dense: str = ""
+    # Norms before a part whose output is also what the part's result is added to.
+    carried: tuple[str, ...] = ()
 
 
 PRE = Placement("input_layernorm", "", "post_attention_layernorm", "")
@@ -40,4 +42,6 @@ SANDWICH = Placement(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
 PARALLEL = Placement("input_layernorm", "", "input_layernorm", "", parallel=True)
+# Norms behind each sum, BERT's order: each stands before the next part here, and the last one is the model's.
+BEHIND_SUMS = replace(PRE, carried=(PRE.before_attention, PRE.before_mlp))
 PARALLEL_TWO_NORMS = Placement("input_layernorm", "", "post_attention_layernorm", "", parallel=True)

@@ -24,6 +24,12 @@ class RecurrentConfig(Recurrent, Part):
         return self.value_heads * self.value_dim or self.channels
 
     @property
+    def sections(self) -> tuple[int, ...]:
+        """Rows of ``in_proj`` that make queries, keys and values of the delta rule."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.inner
+
+    @property
     def norm_size(self) -> int:
         """Values that are normalised together after the recurrence: a head's, with ``mamba2`` a group's."""
         return self.value_dim if self.rule == "delta" else self.inner // self.key_heads

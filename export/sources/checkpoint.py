@@ -22,7 +22,7 @@ from llmc.export.sources.codes import GgmlTensor, Mxfp4Tensor, QuantizedTensor, 
 from llmc.export.sources.generation import read_generation
 from llmc.export.sources.gguf import SUFFIX, read_gguf
 from llmc.export.sources.made import MadeTensor
-from llmc.export.sources.modules import prefix_names, read_ending, replace_head
+from llmc.export.sources.modules import default_ending, prefix_names, read_ending, replace_head
 from llmc.export.sources.packing import unpack_weights
 from llmc.export.sources.parameters import Tensors, decoder_tensors, explain_shape
 from llmc.export.sources.quantization import add_modelopt, read_quantization
@@ -119,7 +119,7 @@ def _read_gguf(path: Path, named: Sequence[tuple[Path, float]]) -> Checkpoint:
     config = read_config(keys)
     adapters = [read_adapter(adapter, scale, path, model.config) for adapter, scale in named]
     generation, left_out = _read_generation(model.generation, path, config)
-    plain = replace(config, norm=replace(config.norm, offset=False), transposed=False, packed_by_head=False)
+    plain = replace(config, norm=replace(config.norm, offset=False), transposed=False, packed_groups=0)
     tensors = match_tensors(path, config, _merge(path, plain, model.tensors, adapters))  # the converter renamed them
     source = describe_source(path, model.texts[CONFIG_FILE].encode(), model.files, tensors, adapters)
     notes = (*keys.notes, *left_out, *model.notes, *_notes(adapters))
@@ -139,6 +139,8 @@ def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: b
     keys = Keys(keep_text_part(values) if text_only or ending else values, str(folder / CONFIG_FILE))
     quantization = read_quantization(keys)
     config = read_image_steps(folder, read_config(keys))
+    if ending is None and (ending := default_ending(folder, values, config)):
+        keys.note("without modules.json the vectors are the mean of all tokens, as sentence-transformers has it")
     adapters = [read_adapter(adapter, scale, folder, values) for adapter, scale in named]
     texts, cut = _read_tokenizer(folder, config.vocab_size)
     path = folder / GENERATION_FILE
@@ -151,11 +153,6 @@ def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: b
     merged = _merge(folder, config, prefix_names(stored) if ending else stored, adapters)
     if ending is not None:
         config, merged = replace_head(folder, config, ending, merged)
-    elif config.diffusion is None and not all(item.causal for item in config.geometry.attentions):
-        raise CheckpointError(
-            f"{folder}: this model also attends to later tokens, so it generates no text, and without modules.json its "
-            "kind of embedding is unknown; download all files of the checkpoint"
-        )
     tensors = match_tensors(folder, config, merged)
     if any(isinstance(tensor, MadeTensor) for tensor in stored.values()):
         keys.note("weights in float8 are dequantized to float32, since no kernel multiplies with their blocks")

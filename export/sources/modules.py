@@ -5,32 +5,50 @@ https://sbert.net/docs/sentence_transformer/usage/custom_models.html
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmc.bundle import CONFIG_FILE
 from llmc.bundle.model.encoder import DENSE, SCORE, Pooling
+from llmc.bundle.model.names import DISTANCES, POSITIONS, TYPES
 from llmc.errors import CheckpointError
 from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys, read_object, read_value
+from llmc.export.parts.attention import RANGES, find_range
 from llmc.export.parts.encoder import DenseConfig, EncoderConfig
-from llmc.export.sources.codes import Weight
+from llmc.export.sources.codes import Weight, rows_of
 from llmc.export.sources.made import MadeTensor
-from llmc.export.sources.parameters import copy_tensor
+from llmc.export.sources.parameters import Array, copy_tensor, explain_shape, read_pieces
 from llmc.export.sources.safetensors import FLOATS, SINGLE_FILE, StoredTensor, read_shard
+from llmc.export.sources.tokens import CONFIG_FILE as TOKENIZER_CONFIG
 from llmc.origin import find_own_file
 
 MODULES_FILE = "modules.json"
 TEXT_FILE, MODEL_FILE = "sentence_bert_config.json", "config_sentence_transformers.json"
-POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean"}
+POOLINGS: dict[str, Pooling] = {"cls": "first", "lasttoken": "last", "mean": "mean"}
 # The same in files of versions before 6: one flag per mode.
-FLAGS = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": "mean"}
-OTHER_FLAGS = tuple(f"pooling_mode_{name}" for name in ("cls_token", "max_tokens", "mean_sqrt_len_tokens"))
+FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
 IDENTITY, TANH, SIGMOID = (
     f"torch.nn.modules.{name}" for name in ("linear.Identity", "activation.Tanh", "activation.Sigmoid")
 )
+# Key of the activation of scores, here and in the config of versions before 4.
+ACTIVATION, OLD_ACTIVATION = "activation_fn", "sbert_ce_default_activation_function"
+POSITIONS_WEIGHT, DISTANCES_WEIGHT = f"{POSITIONS}.weight", f"{DISTANCES}.weight"
+# Prefixes of the names of all tensors but those of a head.
+PREFIXES = ("model.", "bert.", "roberta.", "mpnet.", "nomic_bert.")
+# Beginnings of the names of tensors of a family's ForSequenceClassification.
+CLASSIFIERS = tuple(f"{kind}.0." for kind in (DENSE, f"{DENSE}_norm", SCORE))
 HEAD_WEIGHT, TABLE_WEIGHT, SCORE_WEIGHT = "lm_head.weight", "model.embed_tokens.weight", "score.weight"
 TASK = "feature-extraction"  # the default
 # No model has more; each module adds a node to the graph.
@@ -48,18 +66,12 @@ class Ending:
 
 def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
     """Read the modules after the encoder's layers; None for a generating model. ``config``: from config.json."""
-    architectures = config.get("architectures")
-    architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    architecture = _architecture(config)
     classifies = architecture.endswith("ForSequenceClassification")
     modules = _read_modules(folder)
     if modules is None and classifies:
         modules = {"Transformer": [""]}
     if modules is None:
-        if architecture.endswith("Model") and not architecture.endswith(("LMHeadModel", "DreamModel")):
-            raise CheckpointError(
-                f"{folder / CONFIG_FILE}: {architecture:.80} has no head, and there is no {MODULES_FILE} to define its "
-                "vectors; expected the files of sentence-transformers beside it"
-            )
         return None
     longest, template = _texts(folder)
     kinds = [kind for kind in modules if kind != "Transformer"]
@@ -85,10 +97,34 @@ def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
     return Ending(encoder, longest, tuple(modules.get("Dense", ())))
 
 
+def default_ending(folder: Path, values: Mapping[str, Any], config: DecoderConfig) -> Ending | None:
+    """The ending of a checkpoint without ``modules.json``: sentence-transformers' own of an encoder, else None."""
+    architecture = _architecture(values)
+    if config.classifier is not None:
+        return Ending(EncoderConfig(result="embeddings", pooling="mean"), 0, ())
+    if config.diffusion is None and architecture.endswith("Model") and not architecture.endswith("LMHeadModel"):
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: {architecture:.80} has no head, and there is no {MODULES_FILE} to define its "
+            "vectors; expected the files of sentence-transformers beside it"
+        )
+    if config.diffusion is None and not all(item.causal for item in config.geometry.attentions):
+        raise CheckpointError(
+            f"{folder}: this model also attends to later tokens, so it generates no text, and without {MODULES_FILE} "
+            "its kind of embedding is unknown; download all files of the checkpoint"
+        )
+    return None
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    architectures = config.get("architectures")
+    return str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+
+
 def prefix_names(stored: Mapping[str, Weight]) -> dict[str, Weight]:
-    """Add ``model.`` to tensor names: a model without a head is stored without this prefix."""
-    if any(name.startswith("model.") for name in stored):
-        return dict(stored)
+    """Tensor names with ``model.`` in the place of an encoder's own prefix, or, without a head, of none."""
+    prefix = next((it for it in PREFIXES if any(name.startswith(it) for name in stored)), "")
+    if prefix:
+        return {f"model.{name.removeprefix(prefix)}" if prefix in name else name: it for name, it in stored.items()}
     return {name if name in (HEAD_WEIGHT, SCORE_WEIGHT) else f"model.{name}": item for name, item in stored.items()}
 
 
@@ -96,7 +132,14 @@ def replace_head(
     folder: Path, config: DecoderConfig, ending: Ending, stored: Mapping[str, Weight]
 ) -> tuple[DecoderConfig, dict[str, Weight]]:
     """The decoder with an encoder's modules instead of its head, and the tensors of both."""
-    end, tensors = _measure(folder, config, ending.encoder), dict(stored)
+    end, tensors = ending.encoder, dict(stored)
+    classifier = config.classifier if end.result == "scores" else None
+    if classifier is not None:
+        types = config.stored_types if config.stored_types > 1 and _gives_types(folder) else 0
+        end = replace(classifier, sigmoid=end.sigmoid, types=types)
+    else:
+        tensors = {name: it for name, it in tensors.items() if not name.startswith(CLASSIFIERS)}
+    end = _measure(folder, config, end)
     head = tensors.pop(HEAD_WEIGHT, tensors.get(TABLE_WEIGHT) if config.tied_head else None)
     for number, row in enumerate(end.score_rows):
         tensors[f"{SCORE}.{number}.weight"] = _row(folder, head, row)
@@ -105,6 +148,13 @@ def replace_head(
     for number, name in enumerate(ending.dense_folders):
         tensors |= {f"{DENSE}.{number}.{part}": tensor for part, tensor in _dense_tensors(folder, name).items()}
     longest = min(config.max_positions, ending.longest or config.max_positions)
+    if config.learned_positions and (table := tensors.get(POSITIONS_WEIGHT)) is not None:
+        first, rows = config.first_position, table.shape[0]
+        tensors[POSITIONS_WEIGHT] = rows_of(table, min(first, rows), min(first + longest, rows))
+    if config.distance_ranges and (table := tensors.get(DISTANCES_WEIGHT)) is not None:
+        end, tensors[DISTANCES_WEIGHT] = replace(end, biased=True), _spread(folder, table, longest)
+    if config.stored_types and not end.types:
+        _fold_type(folder, POSITIONS_WEIGHT if config.learned_positions else TABLE_WEIGHT, tensors)
     ropes = tuple(  # longrope's factors for the longest text serve all texts
         replace(rope, factors=rope.long_factors, long_factors=())
         if rope.long_factors and longest > rope.original_max_positions
@@ -112,6 +162,34 @@ def replace_head(
         for rope in config.ropes
     )
     return replace(config, encoder=end, tied_head=False, max_positions=longest, ropes=ropes), tensors
+
+
+def _spread(folder: Path, table: Weight, positions: int) -> MadeTensor:
+    """A row for every distance of two tokens, the last token's from the first one's last, of a table of ranges."""
+    if not isinstance(table, StoredTensor) or table.dtype not in FLOATS or table.shape[:1] != (2 * RANGES,):
+        raise CheckpointError(f"{folder}: {DISTANCES_WEIGHT} is no table of {2 * RANGES} floats for each head")
+    rows = [find_range(distance) for distance in range(1 - positions, positions)]
+
+    def pieces() -> Iterator[Array]:
+        yield np.concatenate(list(read_pieces(folder, table))).astype(np.float32)[rows]
+
+    return MadeTensor("F32", (len(rows), *table.shape[1:]), pieces)
+
+
+def _fold_type(folder: Path, name: str, tensors: dict[str, Weight]) -> None:
+    """Add the type of all tokens to a table that has a row for each of them."""
+    table, types = tensors.get(name), tensors.pop(f"{TYPES}.weight", None)
+    if not all(isinstance(it, StoredTensor | MadeTensor) and it.dtype in FLOATS for it in (table, types)):
+        raise CheckpointError(f"{folder}: {name} or {TYPES}.weight is missing or quantized; download it again")
+    assert isinstance(table, StoredTensor | MadeTensor) and isinstance(types, StoredTensor | MadeTensor)
+    if table.shape[1:] != types.shape[1:]:
+        raise CheckpointError(f"{folder}: {explain_shape(f'{TYPES}.weight', types.shape, (1, *table.shape[1:]))}")
+
+    def pieces() -> Iterator[Array]:
+        row = next(iter(read_pieces(folder, rows_of(types, 0, 1)))).astype(np.float32)
+        return (piece.astype(np.float32) + row for piece in read_pieces(folder, table))
+
+    tensors[name] = MadeTensor("F32", table.shape, pieces)
 
 
 def _measure(folder: Path, config: DecoderConfig, end: EncoderConfig) -> EncoderConfig:
@@ -207,10 +285,10 @@ def _read_encoder(folder: Path, modules: Mapping[str, list[str]]) -> EncoderConf
 
 
 def _read_pooling(keys: Keys) -> Pooling:
-    keys.skip("word_embedding_dimension", "embedding_dimension", "pooling_mode_weightedmean_tokens", *OTHER_FLAGS)
+    keys.skip("word_embedding_dimension", "embedding_dimension")
     keys.fixed("include_prompt", True)
-    flags = [name for name in (*FLAGS, *OTHER_FLAGS, "pooling_mode_weightedmean_tokens") if keys.raw(name) is True]
-    mode = keys.raw("pooling_mode") or (FLAGS.get(flags[0]) if len(flags) == 1 else flags)
+    flags = [mode for name, mode in FLAGS.items() if keys.raw(name) is True]
+    mode = keys.raw("pooling_mode") or (flags[0] if len(flags) == 1 else flags or "mean")
     keys.finish()
     if not isinstance(mode, str) or mode not in POOLINGS:
         raise keys.error("pooling_mode", mode, f"one of {', '.join(POOLINGS)}")
@@ -243,10 +321,10 @@ def _logit_score(folder: Path, name: str, sigmoid: bool, template: bool) -> Enco
 def _sigmoid(folder: Path, config: Mapping[str, Any]) -> bool:
     """True if scores go through a sigmoid, which is the default."""
     values, inner = read_object(folder, MODEL_FILE), config.get("sentence_transformers")
-    places = [(folder / MODEL_FILE, values), (folder / CONFIG_FILE, inner)]
-    for where, holder in places:
-        if isinstance(holder, dict) and holder.get("activation_fn") is not None:
-            return Keys(holder, str(where)).choice("activation_fn", (IDENTITY, SIGMOID)) == SIGMOID
+    places = [(folder / MODEL_FILE, values, ACTIVATION), (folder / CONFIG_FILE, inner, ACTIVATION)]
+    for where, holder, name in (*places, (folder / CONFIG_FILE, dict(config), OLD_ACTIVATION)):
+        if isinstance(holder, dict) and holder.get(name) is not None:
+            return Keys(holder, str(where)).choice(name, (IDENTITY, SIGMOID)) == SIGMOID
     return True
 
 
@@ -255,6 +333,13 @@ def _check_labels(folder: Path, config: Mapping[str, Any]) -> None:
     count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)  # transformers' default
     if count != 1:
         raise CheckpointError(f"{folder / CONFIG_FILE}: it has {count!r:.20} labels, expected 1: the score of a pair")
+
+
+def _gives_types(folder: Path) -> bool:
+    """True if the tokenizer gives the types of tokens, as BERT's does unless its config names its outputs."""
+    config = read_object(folder, TOKENIZER_CONFIG) or {}
+    kind, names = config.get("tokenizer_class", "BertTokenizer"), config.get("model_input_names")
+    return "token_type_ids" in names if isinstance(names, list) else str(kind).startswith("BertTokenizer")
 
 
 def _read_keys(folder: Path, name: str) -> Keys:

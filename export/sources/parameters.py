@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from llmc.export.sources.safetensors import FLOATS, StoredTensor
 
 Tensors = dict[str, Weight]
 Array = NDArray[Any]
+Indices = NDArray[np.int64]
 T = TypeVar("T")
 
 # Values to convert at a time.
@@ -42,10 +43,9 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
     for packed, names in config.packed_parameters.items():
         if packed in tensors and names[0] in shapes:  # a layer may lack this part
             del parameters[packed]
-            parts = [shapes[name] for name in names]
-            parameters |= dict(
-                zip(names, _unpack_parameters(folder, config, packed, tensors[packed], parts), strict=True)
-            )
+            parts = {name: shapes[name] for name in names}
+            unpacked = _unpack_parameters(folder, config, packed, tensors[packed], parts)
+            parameters |= dict(zip(names, unpacked, strict=True))
     for name in _list_transposed_stacks(config) & tensors.keys():
         if isinstance(tensors[name], Mxfp4Tensor):
             continue
@@ -313,28 +313,47 @@ def _map(folder: Path, tensor: StoredTensor) -> Array:
 
 
 def _unpack_parameters(
-    folder: Path, config: DecoderConfig, name: str, tensor: Weight, parts: Sequence[tuple[int, ...]]
+    folder: Path, config: DecoderConfig, name: str, tensor: Weight, parts: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Weight]:
-    rows = [0, *accumulate(part[0] for part in parts)]
-    whole = (rows[-1], *parts[0][1:])
+    rows = [0, *accumulate(shape[0] for shape in parts.values())]
+    whole = (rows[-1], *next(iter(parts.values()))[1:])
     turned = config.transposed and len(whole) > 1 and not isinstance(tensor, QuantizedTensor)
     if tensor.shape != (whole[::-1] if turned else whole):
         raise CheckpointError(f"{folder}: {explain_shape(name, tensor.shape, whole[::-1] if turned else whole)}")
-    for number, ((start, stop), shape) in enumerate(zip(pairwise(rows), parts, strict=True)):
-        if config.packed_by_head:
-            yield make_view(folder, tensor, partial(_of_heads, config, number), shape)
-        elif turned:
+    if config.packed_groups:
+        yield from (_take_rows(folder, tensor, each) for each in _list_rows(config, parts))
+        return
+    for (start, stop), shape in zip(pairwise(rows), parts.values(), strict=True):
+        if turned:
             yield make_view(folder, tensor, partial(_columns, start, stop), shape)
         else:
             yield rows_of(tensor, start, stop)
 
 
-def _of_heads(config: DecoderConfig, part: int, whole: Array) -> Array:
-    """The queries, keys or values [heads, head_dim, ...] of a tensor that stores all three per head."""
-    mixer = config.layers[0].attention
-    assert mixer is not None
-    rows: Array = whole.reshape(mixer.heads, -1, mixer.head_dim, *whole.shape[1:])[:, part]
-    return rows
+def _list_rows(config: DecoderConfig, parts: Mapping[str, tuple[int, ...]]) -> Iterator[Indices]:
+    """The rows of each parameter in a tensor whose groups have rows of all parameters."""
+    sections = list[tuple[int, ...]]()
+    for name, shape in parts.items():
+        mixer = config.layers[int(name.split(".")[2])].recurrent
+        sections.append(mixer.sections if mixer and name.endswith(".in_proj.weight") else (shape[0],))
+    ends = np.cumsum([size // config.packed_groups for size in chain(*sections)])
+    numbers = np.arange(ends[-1] * config.packed_groups).reshape(config.packed_groups, -1)
+    columns = iter(np.split(numbers, ends[:-1], axis=1))
+    return (np.concatenate([next(columns).ravel() for _ in own]) for own in sections)
+
+
+def _take_rows(folder: Path, tensor: Weight, rows: Indices) -> Weight:
+    """These rows of a matrix or a bias, in this order."""
+    if isinstance(tensor, QuantizedTensor):
+        zeros, offsets = tensor.zero_points, tensor.offsets
+        return replace(
+            tensor,
+            codes=make_view(folder, tensor.codes, lambda whole: whole[rows], (len(rows), *tensor.codes.shape[1:])),
+            scales=lambda: tensor.scales()[rows],
+            zero_points=None if zeros is None else lambda: zeros()[rows],
+            offsets=None if offsets is None else lambda: offsets()[rows],
+        )
+    return make_view(folder, tensor, lambda whole: whole[rows], (len(rows), *tensor.shape[1:]))
 
 
 def _columns(start: int, stop: int, whole: Array) -> Array:

@@ -14,7 +14,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llmc import __version__
 from llmc.errors import LlmcError
 from llmc.runtime.server import page
-from llmc.runtime.server.dialects import anthropic, completions, embeddings, models, ollama, openai_chat, responses
+from llmc.runtime.server.dialects import (
+    anthropic,
+    cohere,
+    completions,
+    embeddings,
+    models,
+    ollama,
+    openai_chat,
+    responses,
+)
 from llmc.runtime.server.http.call import call_of
 from llmc.runtime.server.http.errors import OPENAI_ERRORS, ApiError, from_llmc, no_route, response
 from llmc.runtime.server.http.validation import api_error, document_bodies, no_query
@@ -35,6 +44,7 @@ ROUTERS = (
     anthropic.router,
     ollama.router,
     embeddings.router,
+    cohere.router,
     models.router,
     health.router,
 )

@@ -6,10 +6,11 @@ It imports the standard library only, so that ``llmc serve --help`` can list the
 # ruff: noqa: RUF009  (what _setting returns is dataclasses.field)
 
 import ipaddress
+import os
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -298,20 +299,23 @@ def _describe(name: str, hint: Any, default: Any, metadata: Mapping[str, Any]) -
     return Setting(name, kind, None if default is MISSING else default, choices=choices, **metadata)
 
 
-def read_config(path: Path | None, flags: Mapping[str, Any] | None = None) -> ServerConfig:
+def read_config(
+    path: Path | None, flags: Mapping[str, Any] | None = None, is_name: Callable[[str], bool] = lambda text: False
+) -> ServerConfig:
     """The settings of a TOML file, and over them ``flags``, of which None means left out.
 
-    Paths in the file are relative to its folder.
+    Paths in the file are relative to its folder. Models and the draft may also be names, if ``is_name`` says so and the
+    folder has nothing of that name.
 
     Raises:
         UsageError: the file cannot be read, a key is unknown, or a value of another type, out of its range or in
             contradiction to another one; of what stands in the file with its name.
     """
-    given = {} if path is None else _read(path)
+    given = {} if path is None else _read(path, is_name)
     return ServerConfig(**given | {name: value for name, value in (flags or {}).items() if value is not None})
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, is_name: Callable[[str], bool]) -> dict[str, Any]:
     try:
         content = parse_toml(read_bytes(path, MOST_CONFIG))
     except (OSError, ValueError) as error:
@@ -323,7 +327,7 @@ def _read(path: Path) -> dict[str, Any]:
         if name not in known:
             raise UsageError(format_name(name), "is no setting", _advice(name, known), path=path)
         try:
-            given[name] = _beside(path, known[name], _check(known[name], value))
+            given[name] = _beside(path, known[name], _check(known[name], value), is_name)
         except UsageError as error:
             raise UsageError(error.parameter, error.problem, error.advice, path=path) from error
     return given
@@ -336,14 +340,19 @@ def _advice(name: str, known: Mapping[str, Setting]) -> str:
     return f"did you mean {near[0]}?" if near else "llmc serve --help lists them"
 
 
-def _beside(path: Path, setting: Setting, value: Any) -> Any:
+def _beside(path: Path, setting: Setting, value: Any, is_name: Callable[[str], bool]) -> Any:
     """A path that the file names is relative to the file's folder, wherever the service is started."""
+
+    def find(source: str | Path) -> Path:
+        beside = path.parent / source
+        return Path(source) if is_name(str(source)) and not os.path.lexists(beside) else beside
+
     if setting.kind == "models":
-        return {name: path.parent / folder for name, folder in value.items()}
+        return {name: find(source) for name, source in value.items()}
     if setting.kind == "path":
         return path.parent / value
     if setting.name == "draft" and value not in DRAFT_WORDS:
-        return str(path.parent / value)
+        return str(find(value))
     return value
 
 

@@ -40,7 +40,10 @@ class Tokenizer:
         joins_bytes: True if every text is its tokens' bytes in sequence.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], *, cleans_up: bool = False
+    ) -> None:
+        self._cleans_up = cleans_up
         self.special_tokens = dict(special_tokens)
         self._backend = backend
         added = backend.get_added_tokens_decoder()
@@ -63,13 +66,18 @@ class Tokenizer:
             special_tokens = _add_special_tokens(backend, config)
         except (TypeError, ValueError, AttributeError) as error:
             raise BundleError(f"{folder / CONFIG_FILE} is broken ({error}); {REMEDY}") from error
-        if config.get("clean_up_tokenization_spaces") and type(backend.model).__name__ != "BPE":
+        cleans_up = config.get("clean_up_tokenization_spaces") and type(backend.model).__name__ != "BPE"
+        return cls(backend, special_tokens, cleans_up=bool(cleans_up))
+
+    def require_spaces(self, folder: Path) -> None:
+        """Refuse a tokenizer of ``folder`` whose texts lack spaces that the model wrote. Raises BundleError."""
+        if self._cleans_up:
             raise BundleError(
-                f"clean_up_tokenization_spaces is true for a {type(backend.model).__name__} tokenizer, expected false",
+                f"clean_up_tokenization_spaces is true for a {type(self._backend.model).__name__} tokenizer, expected "
+                "false",
                 "it removes spaces that the model wrote",
                 path=folder / CONFIG_FILE,
             )
-        return cls(backend, special_tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -89,8 +97,9 @@ class Tokenizer:
             # Unlike encode, this releases Python's lock.
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def encode_cut(self, text: str, most: int | None, pair: str | None = None) -> list[int]:
-        """:meth:`encode` the beginning of ``text`` in at most ``most`` tokens, including those around it.
+    def encode_cut(self, text: str, most: int | None, pair: str | None = None) -> tuple[list[int], list[int]]:
+        """:meth:`encode` the beginning of ``text`` in at most ``most`` tokens, including those around it; and the type
+        of each token, mostly 0 in ``text`` and 1 in ``pair``.
 
         Of two texts, the second one (``pair``) is cut; None cuts nothing. RequestError if the rest alone is too long.
         """
@@ -102,7 +111,8 @@ class Tokenizer:
                 raise RequestError(f"{kept} tokens cannot be cut, expected at most {most}; shorten the query")
             if most is not None:
                 (first if second is None else second).truncate(most - kept)
-            return list(self._backend.post_process(first, second, add_special_tokens=True).ids)
+            whole = self._backend.post_process(first, second, add_special_tokens=True)
+            return list(whole.ids), list(whole.type_ids)
 
     def encode_disguised(self, prompt: str, disguise: Disguise) -> list[int]:
         """Token ids of a prompt rendered by a template with marks: only marks are control tokens.
@@ -181,6 +191,17 @@ class Tokenizer:
                 return ids, read
             read *= 2
         return encode(text), len(text)
+
+    def cut_text(self, text: str, most: int) -> str:
+        """The beginning of ``text`` that has at most ``most`` tokens (1 or more), without special tokens around it."""
+        encode = partial(self.encode, add_special_tokens=False)
+        ids, read = self.encode_within(text, most, encode)
+        if len(ids) <= most:
+            return text
+        with _translate_errors(text):
+            spans = self._backend.encode(text[:read], add_special_tokens=False).offsets
+        # The last token kept may end within a character, the first one left out begin behind a space.
+        return text[: min(spans[most - 1][1], spans[most][0])]
 
     @cached_property
     def controls(self) -> ControlTokens:

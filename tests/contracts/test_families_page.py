@@ -37,6 +37,7 @@ ON_CPUS = {
     "gpt_oss",
     "gemma4",
     "llada",
+    "bert",
 }
 
 

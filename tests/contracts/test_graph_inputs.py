@@ -17,6 +17,7 @@ PLAIN = {
     "embeddings": [[0] * 4],
     "positions": [[[6, 7, 8], [0, 1, 2]]] * 3,
     "seen_lengths": [9, 3],
+    "token_types": [[0] * 3] * 2,
     "text_lengths": [9, 3],
     "hidden": [[[0] * 4] * 3] * 2,
     "cache_slots": [0, 1, 2, 3, 4],

@@ -6,14 +6,14 @@ must come out.
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
 from doubles.tiny import SMALL_MODEL, tiny
-from tokenizers import processors
+from tokenizers import models, normalizers, pre_tokenizers, processors
 
 END = "<|end|>"
 HIDDEN, VOCAB = 64, 4097  # the small model's tokens and END
@@ -52,6 +52,63 @@ GEMMA = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     },
 }
+# Encoders of 113 word pieces, with a value of its own for every key that changes the answer.
+BERT = {
+    "model_type": "bert",
+    "vocab_size": 120,
+    "num_key_value_heads": 4,  # as many as heads
+    "layer_norm_eps": 0.01,
+    "hidden_act": "gelu_new",
+    "type_vocab_size": 2,
+    "pad_token_id": 0,
+}
+ROBERTA = {**BERT, "model_type": "roberta", "pad_token_id": 3, "type_vocab_size": 1}
+XLM_ROBERTA = {**ROBERTA, "model_type": "xlm-roberta"}
+# A window is shorter than the texts.
+MODERNBERT = {
+    **{key: BERT[key] for key in ("vocab_size", "num_key_value_heads", "pad_token_id")},
+    "model_type": "modernbert",
+    "num_hidden_layers": 3,
+    "global_attn_every_n_layers": 2,
+    "local_attention": 12,
+    "hidden_activation": "gelu_new",
+    "norm_eps": 0.01,
+    "norm_bias": True,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "classifier_pooling": "mean",
+    "classifier_bias": True,
+    "classifier_activation": "gelu_new",
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+NOMIC_BERT = {
+    **{key: BERT[key] for key in ("vocab_size", "num_key_value_heads", "pad_token_id", "layer_norm_eps")},
+    "model_type": "nomic_bert",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+}
+MPNET = {
+    **{key: value for key, value in BERT.items() if key != "type_vocab_size"},
+    "model_type": "mpnet",
+    "pad_token_id": 1,
+    "hidden_act": "gelu",
+}
+WORDS = "def f x return import os for name in listdir print class pass word query document"
+# Families of word pieces, and their special tokens.
+_ROBERTA = {"cls": "<s>", "unk": "<unk>", "sep": "</s>", "pad": "<pad>"}
+_MPNET = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "[UNK]"}
+_BERT = {name: f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep")}
+PIECES = {
+    "bert": _BERT,
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
+    "modernbert": _ROBERTA,
+    "nomic_bert": _BERT,
+    "mpnet": _MPNET,
+}
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789():.,'#_+*?"
 # The Dense layers of a case: outputs, inputs, bias and activation.
 DENSE = ((48, HIDDEN, False, "linear.Identity"), (32, 48, True, "activation.Tanh"))
 
@@ -142,9 +199,21 @@ def write_modules(folder: Path, kinds: Sequence[str]) -> None:
 
 
 def _write_decoder(folder: Path, auto: str, case: dict[str, Any]) -> None:
-    """With the small model's tokenizer, which puts a token at the end of every text, as Qwen3-Embedding's does."""
+    """With the small model's tokenizer, which puts a token at the end of every text, as Qwen3-Embedding's does, or
+    BERT's with word pieces."""
     from transformers import PreTrainedTokenizerFast
 
+    if case.get("model_type") in PIECES:
+        tiny(folder, auto=auto, **case)
+        names = PIECES[case["model_type"]]
+        special = {f"{name}_token": text for name, text in names.items()}
+        tokenizer = _word_pieces(names)
+        # as published; it concerns texts that a model writes
+        special["clean_up_tokenization_spaces"] = True
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+        if names is _BERT:
+            change_json(folder / "tokenizer_config.json", tokenizer_class="BertTokenizer")
+        return
     tiny(folder, auto=auto, **{**CONFIG, **case})
     tokenizer = tokenizers.Tokenizer.from_file(str(SMALL_MODEL / "tokenizer.json"))
     tokenizer.add_special_tokens([END])
@@ -152,6 +221,22 @@ def _write_decoder(folder: Path, auto: str, case: dict[str, Any]) -> None:
     ends = processors.TemplateProcessing(single=f"$A {END}", pair=f"$A $B {END}", special_tokens=[end])
     tokenizer.post_processor = ends
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=END, eos_token=END).save_pretrained(folder)
+
+
+def _word_pieces(names: Mapping[str, str]) -> tokenizers.Tokenizer:
+    """Word pieces behind the special tokens ``names``, as BERT's tokenizer, or as RoBERTa's without types of tokens."""
+    unk, cls, sep = (names[name] for name in ("unk", "cls", "sep"))
+    rest = (*WORDS.split(), *LETTERS, *(f"##{letter}" for letter in LETTERS))
+    pieces = dict.fromkeys((*names.values(), *rest))
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token=unk))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{cls} $A {sep}",
+        pair=f"{cls} $A {sep} $B:1 {sep}:1" if "[" in cls else f"{cls} $A {sep} {sep} $B {sep}",
+        special_tokens=[(text, vocab[text]) for text in (cls, sep)],
+    )
+    return tokenizer
 
 
 def _write_dense(folder: Path, seed: int, outputs: int, inputs: int, bias: bool, activation: str) -> None:
@@ -175,10 +260,12 @@ def _write_dense(folder: Path, seed: int, outputs: int, inputs: int, bias: bool,
 
 
 def embeddings(folder: Path, texts: Sequence[str], **options: Any) -> np.ndarray:
-    """What sentence-transformers makes of texts, float32 [n, d]."""
+    """What sentence-transformers makes of texts in float32 [n, d], whatever the weights' type."""
     from sentence_transformers import SentenceTransformer
 
-    return SentenceTransformer(str(folder), device="cpu").encode(list(texts), **options)
+    return SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": "float32"}).encode(
+        list(texts), **options
+    )
 
 
 def scores(folder: Path, query: str, documents: Sequence[str], **options: Any) -> np.ndarray:

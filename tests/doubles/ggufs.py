@@ -38,11 +38,13 @@ ARCHITECTURES = {
     "gpt_neox": "gptneox",
     "qwen3_5_text": "qwen35",
     "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
     "mixtral": "llama",
     "gpt_oss": "gpt-oss",
     "Dream": "dream",
 }
 TURNED = ("llama", "mistral", "mixtral", "ministral3", "granite", "granitemoe", "granitemoehybrid", "smollm3", "llada")
+DELTA = ("qwen3_5_text", "qwen3_next")
 # Families whose converter does not write these.
 NO_KV, NO_BASE = ("gpt2", "gpt_neox"), ("gpt2", "gpt_neox", "phi", "stablelm", "gemma")
 # Width of MLPs that the random one's config leads to.
@@ -206,7 +208,8 @@ def _geometry(config: dict[str, Any]) -> dict[str, Any]:
         "attention.temperature_scale": rope.get("llama_4_scaling_beta"),
         **_scaling(rope),
         **_windows(config),
-        **(_states(config) if family == "qwen3_5_text" else {}),
+        **(_states(config) if family in DELTA else {}),
+        "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
         **(_mamba(config) if _is_mamba(config) else {}),
         **(_layers(config) if family == "gemma4_text" else {}),
     }
@@ -345,7 +348,7 @@ def _arranged(config: dict[str, Any], name: str, array: np.ndarray) -> dict[str,
         array = array[:, 0]
     if "linear_attn." in name or ".mamba." in name:
         return (_recurrent if "linear_attn." in name else _arrange_mamba)(config, name, array)
-    if family == "qwen3_5_text" and name.endswith("norm.weight"):
+    if family in DELTA and name.endswith("norm.weight"):
         return {name: array + 1}
     if module == "input_linear":
         halves = np.split(array, 2)
@@ -368,6 +371,13 @@ def _recurrent(config: dict[str, Any], name: str, array: np.ndarray) -> dict[str
     size = values * config["linear_value_head_dim"]
     if name.endswith("A_log"):
         array = -np.exp(array)
+    if "in_proj_qkvz" in name:
+        width = config["linear_key_head_dim"]
+        parts = np.split(array.reshape(keys, -1, array.shape[-1]), [width, 2 * width, 2 * width + size // keys], 1)
+        flat = [part.reshape(-1, array.shape[-1]) for part in parts]
+        return {name.replace("qkvz", "qkv"): np.concatenate(flat[:3]), name.replace("qkvz", "z"): flat[3]}
+    if config["model_type"] == "qwen3_next":
+        return {name.replace("dt_bias", "dt_proj.bias"): array}
     if name.endswith("out_proj.weight"):
         turned = array.T.reshape(keys, values // keys, -1, len(array)).swapaxes(0, 1)
         return {name: np.ascontiguousarray(turned.reshape(size, -1).T)}

@@ -46,6 +46,21 @@ GEMMA4 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     },
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+}
+LATENT_EXPERTS = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
 CASES: dict[str, dict[str, Any]] = {
     "llama-biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "llama-llama3-rope-tied": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
@@ -238,41 +253,35 @@ CASES: dict[str, dict[str, Any]] = {
         "ssm_out_multiplier": 0.5,
     },
     "deepseek_v2-latent-keys-grouped-experts": {
+        **LATENT,
+        **LATENT_EXPERTS,
         "model_type": "deepseek_v2",
         "num_experts_per_tok": 3,
-        "num_key_value_heads": 4,
         "q_lora_rank": None,
-        "kv_lora_rank": 24,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 24,
         "first_k_dense_replace": 1,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 8,
         "n_shared_experts": 2,
-        "n_group": 4,
-        "topk_group": 2,
         "topk_method": "group_limited_greedy",
         "routed_scaling_factor": 4.0,
         "rope_parameters": {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.9},
     },
     "deepseek_v3-latent-queries-corrected-groups": {
+        **LATENT,
+        **LATENT_EXPERTS,
         "model_type": "deepseek_v3",
         "num_experts_per_tok": 3,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 40,
-        "kv_lora_rank": 24,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 24,
         "first_k_dense_replace": 1,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "n_group": 4,
-        "topk_group": 2,
         "num_mtp_layers": 0,
     },
+    "glm4_moe_lite-last-layer-dense": {
+        **LATENT,
+        **LATENT_EXPERTS,
+        "model_type": "glm4_moe_lite",
+        "mlp_layer_types": ["sparse", "dense"],
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    "youtu-dense-tied": {**LATENT, "model_type": "youtu", "rope_interleave": False},
     "nemotron_h-one-part-per-layer": {
         "model_type": "nemotron_h",
         "layers_block_type": ["linear_attention", "full_attention", "mlp"],
@@ -293,7 +302,37 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"],
         "tie_word_embeddings": True,
     },
+    "qwen3_next-packed-by-key-heads": {
+        "model_type": "qwen3_next",
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_only_layers": [1],
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "norm_topk_prob": False,
+    },
     "lfm2-short-convolutions": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "conv_bias": True},
+    "lfm3-windows-and-head-gates": {
+        "model_type": "lfm3",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "sliding_attention", "full_attention"],
+        "head_dim": 32,
+        "sliding_window": 6,
+        "conv_L_cache": 5,
+        "conv_bias": True,
+        "attention_bias": True,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 5000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        "pad_token_id": None,
+    },
     "qwen3_moe-first-layer-dense-bf16": {
         **MIXTURE,
         "model_type": "qwen3_moe",
@@ -364,7 +403,7 @@ DENSE = tuple(
     for name, case in CASES.items()
     if "num_experts_per_tok" not in case
     and case["model_type"]
-    not in ("qwen3_5_text", "lfm2", "gemma4_text", "gemma4_unified_text", "falcon_h1", "nemotron_h")
+    not in ("qwen3_5_text", "lfm2", "lfm3", "gemma4_text", "gemma4_unified_text", "falcon_h1", "nemotron_h", "youtu")
     and "mamba" not in case.get("layer_types", ())
 )
 
@@ -430,7 +469,8 @@ class Reference:
         import torch
 
         positions = torch.arange(start, start + ids.shape[1])[None]
-        step = 1 if self.model.config.model_type == "qwen3_5_text" else ids.shape[1]  # its chunks round otherwise
+        stepwise = self.model.config.model_type in ("qwen3_5_text", "qwen3_next")  # whose chunks round otherwise
+        step = 1 if stepwise else ids.shape[1]
         past, logits = None, []
         with torch.no_grad():
             for each, places in zip(torch.from_numpy(ids).split(step, 1), positions.split(step, 1), strict=True):

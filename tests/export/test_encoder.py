@@ -12,6 +12,7 @@ from doubles import encoders
 from llmc.errors import CheckpointError
 from llmc.export import export
 from llmc.export.config import DecoderConfig
+from llmc.export.parts.attention import find_range
 from llmc.export.sources.checkpoint import read_checkpoint
 from llmc.export.sources.made import MadeTensor, array_type
 
@@ -34,6 +35,12 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": 6,
     },
     "both ways, two ropes, in windows": {"pooling": "mean", "dense": encoders.DENSE, **encoders.GEMMA},
+    "bert": {"pooling": "cls_token", **encoders.BERT},
+    "xlm-roberta": {"pooling": "cls_token", **encoders.XLM_ROBERTA},
+    "modernbert": {"pooling": "cls_token", **encoders.MODERNBERT},
+    "nomic_bert": {"pooling": "mean", **encoders.NOMIC_BERT},
+    "mpnet": {"pooling": "mean", **encoders.MPNET},
+    "bert, mean, float16": {"pooling": "mean", **encoders.BERT, "dtype": "float16", "hidden_act": "gelu"},
 }
 GEMMA = "both ways, two ropes, in windows"
 
@@ -72,6 +79,37 @@ def test_a_graph_embeds_ragged_rows_as_sentence_transformers_does(name, exported
     checkpoint, folder = exported(name)
     (found,) = onnxruntime_run(folder)(padded(tokens(checkpoint)))
     assert np.abs(found - encoders.embeddings(checkpoint, TEXTS)).max() <= TOLERANCE
+
+
+def test_distances_share_biases_as_in_transformers():
+    import torch
+    from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+
+    distances = range(-520, 521)
+    wanted = MPNetEncoder.relative_position_bucket(-torch.tensor(distances)).tolist()
+    assert [find_range(distance) for distance in distances] == wanted
+
+
+QUERY, DOCUMENTS = "where is f ?", ["def f(x): return x", "", "import os\nprint(os.listdir('.'))"]
+RERANKERS: dict[str, dict[str, Any]] = {
+    "bert": encoders.BERT,
+    "roberta": encoders.ROBERTA,
+    "modernbert": encoders.MODERNBERT,
+}
+
+
+@pytest.mark.parametrize("name", RERANKERS)
+def test_a_graph_ranks_ragged_rows_as_sentence_transformers_does(name, tmp_path, onnxruntime_run):
+    import tokenizers
+
+    checkpoint = encoders.write_classifier(tmp_path / "checkpoint", **RERANKERS[name])
+    tokenizer = tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    pairs = [tokenizer.encode(QUERY, document) for document in DOCUMENTS]
+    feeds = padded([pair.ids for pair in pairs])
+    if name == "bert":
+        feeds["token_types"] = np.minimum(padded([pair.type_ids for pair in pairs])["input_ids"], 1)
+    (found,) = onnxruntime_run(export(checkpoint, tmp_path / "export").output)(feeds)
+    assert np.abs(found - encoders.scores(checkpoint, QUERY, DOCUMENTS)).max() <= TOLERANCE
 
 
 def eager(checkpoint: Path, change: Callable[[DecoderConfig], DecoderConfig] = lambda config: config) -> np.ndarray:
@@ -119,6 +157,9 @@ def test_the_module_computes_what_its_graph_does(name, exported, onnxruntime_run
 @pytest.mark.parametrize(
     ("name", "change"),
     [
+        ("bert", with_end(pooling="mean")),
+        ("bert", with_end(normalized=False)),
+        ("bert", with_attention(causal=True)),
         ("last token", with_end(pooling="mean")),
         ("last token", with_end(normalized=False)),
         ("last token", with_attention(causal=False)),
@@ -154,7 +195,8 @@ def without(file: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (spoilt("1_Pooling/config.json", pooling_mode_cls_token=True), "pooling_mode=.* expected one of last"),
+        (spoilt("1_Pooling/config.json", pooling_mode_cls_token=True), "pooling_mode=.* expected one of cls, last"),
+        (spoilt("1_Pooling/config.json", pooling_mode="max"), "pooling_mode='max' is unsupported"),
         (spoilt("1_Pooling/config.json", include_prompt=False), "include_prompt=False is unsupported; expected true"),
         (spoilt("2_Dense/config.json", activation_function="torch.nn.ReLU"), "activation_function='torch.nn.ReLU'"),
         (spoilt("2_Dense/config.json", in_features=63), "a Dense layer reads 63 values, but 64 come before it"),

@@ -65,6 +65,7 @@ CONVERTED: dict[str, dict[str, Any]] = {
     "ministral3-growing-queries": {},
     "lfm2-short-convolutions": {"conv_bias": False},
     "qwen3_5-delta-and-gates": {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "qwen3_next-packed-by-key-heads": {"mlp_only_layers": [], "norm_topk_prob": True},
     "qwen3_moe-first-layer-dense-bf16": {"mlp_only_layers": [], "dtype": "float32"},
     "gemma4-keys-are-values": {},
     "gemma4-experts-beside-mlp": {},

@@ -60,6 +60,38 @@ KINDS = {
     },
 }
 KINDS["idefics3"] = KINDS["smolvlm"]
+# Windows of growth are shorter than the 20 tokens that the test feeds.
+KINDS["mistral3"] = {
+    "text_config": {
+        **BASE,
+        "model_type": "mistral4",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 40,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 24,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": 1.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 20.0,
+            "beta_fast": 4.0,
+            "original_max_position_embeddings": 6,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
+    "vision_config": {**SIZES, "model_type": "pixtral", "head_dim": 8, "image_size": 28, "patch_size": 14},
+    "image_token_index": 95,
+}
 KINDS |= {kind: towers.FAMILIES[kind].config for kind in towers.QWEN}
 
 

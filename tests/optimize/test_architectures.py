@@ -20,7 +20,7 @@ from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.speculation.model_drafter import ModelDrafter
 
 HYBRIDS = (
-    *("qwen3_5-delta-and-gates", "lfm2-short-convolutions", "nemotron_h-one-part-per-layer"),
+    *("qwen3_5-delta-and-gates", "lfm3-windows-and-head-gates", "nemotron_h-one-part-per-layer"),
     "falcon_h1-both-mixers-multipliers",
 )
 OTHERS = ("olmoe-unnormalized", "gemma4-keys-are-values", "gemma4-shared-caches-per-layer-inputs")
@@ -100,12 +100,13 @@ def test_samples_and_beams_are_those_of_requests_alone(bundle):
 
 @hybrids_alone
 def test_a_state_is_planned_once_for_each_row(bundle):
-    manifest = read_bundle(bundle)
+    manifest, (positions, rows) = read_bundle(bundle), ((1, 101), 2)
     states = [cache for cache in manifest.geometry.caches if cache.kind == "state"]
     assert states and manifest.memory["states"].per_row == sum(4 * int(np.prod(cache.shape)) for cache in states)
-    short, long = (manifest.memory.parts(length, 2) for length in (1, 101))
-    assert long["cache"] - short["cache"] == 200 * manifest.memory["cache"].per_position
-    assert long["states"] == short["states"] == 2 * manifest.memory["states"].per_row
+    short, long = (manifest.memory.parts(length, rows) for length in positions)
+    least, most = (manifest.geometry.cache_bytes(length, rows) for length in positions)
+    assert long["cache"] - short["cache"] == most - least
+    assert long["states"] == short["states"] == rows * manifest.memory["states"].per_row
     assert manifest.target.engine_minimum == "1.32"
 
 

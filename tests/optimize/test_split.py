@@ -79,6 +79,12 @@ def test_stages_compute_the_bits_of_the_whole_in_every_kind_of_call(whole: Path,
         np.testing.assert_array_equal(found, one)
 
 
+def test_the_same_cut_gives_the_same_bytes(whole: Path, chain: Path, tmp_path: Path):
+    again = cut(whole, tmp_path / "again")
+    for graph in chain.rglob("*.onnx"):
+        assert graph.read_bytes() == (again / graph.relative_to(chain)).read_bytes()
+
+
 def test_requests_get_the_answers_of_the_whole_with_drafts_and_cached_prefixes(whole: Path, chain: Path):
     prompts = ["def f(x): return x\n" * 9, "def f(x): return x\n" * 9 + "def g", "import os"]
     answers = []

@@ -310,6 +310,11 @@ def _qwen35(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _qwen35_moe(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    shared = data.get("expert_shared_feed_forward_length")
+    return {**_qwen35(data, config), **_experts(data), "shared_expert_intermediate_size": shared}
+
+
 def _size(data: Metadata, key: str, least: int = 1) -> int:
     """A number that sizes are computed with; ``least`` 0 makes it optional."""
     size = data.get(key, None if least else 0)
@@ -369,12 +374,8 @@ ARCHITECTURES: dict[str, Reader] = {
     "lfm2": _lfm2,
     "lfm2moe": _lfm2_moe,
     "qwen35": _qwen35,
-    "qwen35moe": lambda data, config: {
-        **_qwen35(data, config),
-        **_experts(data),
-        "model_type": "qwen3_5_moe_text",
-        "shared_expert_intermediate_size": data.get("expert_shared_feed_forward_length"),
-    },
+    "qwen35moe": lambda data, config: {**_qwen35_moe(data, config), "model_type": "qwen3_5_moe_text"},
+    "qwen3next": lambda data, config: {**_qwen35_moe(data, config), "model_type": "qwen3_next"},
     # Without a key, llama.cpp normalizes the expert weights of all models except OLMoE.
     "qwen3moe": lambda data, config: {
         **_biased(data, config),

@@ -112,6 +112,7 @@ _OTHER_MODULES = {
     "gemma4_text": _GEMMA4,
     **dict.fromkeys(("lfm2", "lfm2_moe"), _LFM2),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _QWEN35),
+    "qwen3_next": _QWEN35 | {"ssm_ba": "linear_attn.in_proj_ba"},
     "granitemoehybrid": _GRANITE_HYBRID,
     "gpt_oss": {"post_attention_norm": "post_attention_layernorm", "attn_sinks.weight": "self_attn.sinks"},
     "gpt_neox": {"attn_qkv": "self_attn.query_key_value"},
@@ -272,9 +273,13 @@ def _order(entry: Entry, config: Mapping[str, Any]) -> Order | None:
         width = head_dim(config)
         pairs = width > 1 and width % 2 == 0 and rows % width == 0
         return Order(_exchange(rows, (-1, width // 2, 2, 1))) if pairs else None
-    if not family.startswith("qwen3_5") or module not in _OF_VALUE_HEADS:
+    packed = family == "qwen3_next" and module == "ssm_ba"
+    if not packed and (not family.startswith("qwen3_5") or module not in _OF_VALUE_HEADS):
         return None
     keys, values = (config[f"linear_num_{part}_heads"] for part in ("key", "value"))
+    if packed:  # the file too has the scalars of each key head together, those of beta first
+        fits = rows == 2 * values and values % keys == 0
+        return Order(_exchange(rows, (keys, 2, values // keys))) if fits else None
     width = config["linear_value_head_dim"] if _OF_VALUE_HEADS[module] else 1
     size = entry.shape[-1] if module == "ssm_out" else rows
     before = size - values * width

@@ -169,16 +169,25 @@ def rotate(
 
 
 def emit_attention(
-    emit: Emitter, attention: Attention, query: ir.Value | None, keys: ir.Value, values: ir.Value, mask: ir.Value
+    emit: Emitter,
+    attention: Attention,
+    query: ir.Value | None,
+    keys: ir.Value,
+    values: ir.Value,
+    mask: ir.Value,
+    bias: ir.Value | None = None,
 ) -> ir.Value:
     """Attention [B, S, H * D] of the node before which ``emit`` emits, in basic operators: ``query`` [B, S, H * D] over
-    ``keys`` and ``values`` [B, KV, 1, C, D], where ``mask`` [B, 1, 1, S, C] is true."""
+    ``keys`` and ``values`` [B, KV, 1, C, D], where ``mask`` [B, 1, 1, S, C] is true; ``bias`` [1, KV, 1, S, C] is added
+    to the products."""
     graph, kv_heads = emit.graph, attention.kv_heads
     shape = [0, 0, kv_heads, attention.heads // kv_heads, attention.head_dim]
     queries = emit("Transpose", emit("Reshape", query, vector(graph, shape)), perm=[0, 2, 3, 1, 4])  # (B, KV, G, S, D)
     scale, softcap = (emit.anchor.attributes[name].as_float() for name in ("scale", "softcap"))
     alpha = scale / (softcap or 1.0)
     scores = emit("FusedMatMul", queries, keys, domain=MICROSOFT, transB=1, alpha=alpha)  # (B, KV, G, S, C)
+    if bias is not None:
+        scores = emit("Add", scores, bias)
     if softcap:
         scores = emit("Mul", emit("Tanh", scores), scalar(graph, softcap, np.float32))
     weights = emit("Softmax", emit("Where", mask, scores, scalar(graph, MASKED, np.float32)), axis=-1)

@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmc.bundle.model.names import EMBEDDING, PER_LAYER, POSITIONS
+from llmc.bundle.model.names import DISTANCES, EMBEDDING, PER_LAYER, POSITIONS, TYPES
 from llmc.exported import CodedTensor, Weight, sizes
 from llmc.optimize.lower.context import Float16, LoweringContext, OwnCodes, WeightOnly, choose_table_config
 from llmc.optimize.lower.linears import replace_gather
@@ -24,13 +24,13 @@ def lower_embedding(graph: ir.Graph, context: LoweringContext) -> int:
 
 
 def lower_positions(graph: ir.Graph, context: LoweringContext) -> int:
-    """The same for a table of learned positions, which is small: rows in the compute type."""
+    """The same for small tables, of positions, types of tokens and distances: rows in the compute type."""
 
     def rows(emit: Emitter, table: Weight) -> ir.Value:
         stored = float_table(table, context.compute, context)
         return emit("Gather", initializer(graph, stored), emit.anchor.inputs[1], axis=0)
 
-    return replace_gather(graph, POSITIONS, rows)
+    return sum(replace_gather(graph, name, rows) for name in (POSITIONS, TYPES, DISTANCES))
 
 
 def _rows(emit: Emitter, table: Weight, context: LoweringContext) -> ir.Value:

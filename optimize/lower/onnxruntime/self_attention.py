@@ -17,6 +17,7 @@ from llmc.optimize.lower.rewrite import LLMC, Emitter, graph_input, nodes_of, re
 from llmc.optimize.lower.rotary import rotary_tables
 
 CAUSAL = "causal"
+PLAIN_INPUTS = 7  # of llmc::CachedAttention; one more is a bias [1, H, S, S]
 
 
 def as_cached(graph: ir.Graph, _: LoweringContext) -> int:
@@ -27,8 +28,8 @@ def as_cached(graph: ir.Graph, _: LoweringContext) -> int:
             graph.meta["positions"] = Emitter(graph[0], "positions")(
                 "Sub", emit_token_counts(graph), scalar(graph, 1, np.int64)
             )
-        query, key, value, lengths, inv_freq = node.inputs
-        inputs = [query, key, value, None, None, lengths, inv_freq]
+        query, key, value, lengths, *others = node.inputs
+        inputs = [query, key, value, None, None, lengths, *others]
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}
         emit = Emitter(node, main="CachedAttention")
         replace(node, emit.many("CachedAttention", inputs, 3, LLMC, **attributes)[0])
@@ -67,7 +68,8 @@ def _attend(node: ir.Node, context: LoweringContext, masks: dict[int, ir.Value])
     )  # (B, KV, 1, S, D)
     if attention.window not in masks:
         masks[attention.window] = _mask(emit, attention.window)
-    attended = emit_attention(emit, attention, query, keys, values, masks[attention.window])
+    bias = emit("Unsqueeze", node.inputs[-2], vector(emit.graph, [2])) if len(node.inputs) > PLAIN_INPUTS else None
+    attended = emit_attention(emit, attention, query, keys, values, masks[attention.window], bias)
     replace(node, attended, *emit.many("Split", [attended], 2, num_outputs=2, axis=-1))
 
 

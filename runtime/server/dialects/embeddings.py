@@ -1,8 +1,8 @@
-"""Vectors in OpenAI's form, and scores of documents in the form that Cohere and Jina share."""
+"""Vectors in OpenAI's form, and what all routes for vectors and scores share."""
 
 import base64
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -11,22 +11,26 @@ from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 from numpy.typing import NDArray
 from pydantic import Field
-from starlette.responses import JSONResponse
 
-from llmc.errors import DeadlineError, QueueFullError
+from llmc.errors import DeadlineError, QueueFullError, format_value
 from llmc.runtime import Embedder
-from llmc.runtime.server.http.bodies import Body, list_texts
+from llmc.runtime.server.http.bodies import Asked, list_texts
 from llmc.runtime.server.http.call import LARGE, call_of
 from llmc.runtime.server.http.errors import ApiError, name_parameters
 from llmc.runtime.server.http.streams import make_answer
 from llmc.runtime.server.http.validation import take_body
-from llmc.runtime.server.models.service import Served, Service, new_id
+from llmc.runtime.server.models.service import Service
 
 router = APIRouter(tags=["Embeddings"])
 MOST_TEXTS = 2048  # of one request, as OpenAI has it
 # Texts between two looks whether the client is still there; many enough to share the model's calls.
 PIECE = 32
 MOST_WAITING = 256  # requests, where the settings say nothing
+# Names of one kind of text in different APIs and checkpoints.
+KINDS_OF_TEXT = (
+    ("query", "search_query", "retrieval.query"),
+    ("document", "passage", "search_document", "retrieval.passage"),
+)
 Rows = Sequence[Sequence[int]]
 Results = NDArray[np.float32]  # (texts, width), or (texts, 1) of scores
 
@@ -38,41 +42,56 @@ Instruction = Annotated[
 ]
 
 
-class EmbeddingRequest(Body):
+class EmbeddingRequest(Asked):
     model: str | None = None
     input: str | list[str] | list[int] | list[list[int]]
     dimensions: int | None = None
     encoding_format: Literal["float", "base64"] | None = None
     instruction: Instruction = None
+    input_type: Annotated[
+        str | None, Field(description="kind of text, such as query or document: the checkpoint's prompt for it; Voyage")
+    ] = None
+    task: Annotated[str | None, Field(description="the same in Jina's words, such as retrieval.query")] = None
     truncate: Truncate = False
     user: Annotated[str | None, Field(description="written into the log")] = None
 
     def texts(self) -> list[Any]:
         """The texts, or their tokens, one by one.
-        Raises ApiError: there are none, or too many; or tokens come with an instruction, which is text."""
+        Raises ApiError: there are none, or too many; or a prompt is asked for twice, or for tokens."""
         found: list[Any] = list_texts("input", self.input, MOST_TEXTS)
-        if self.instruction is not None and not isinstance(found[0], str):
-            raise ApiError(400, "instruction stands before a text, but input holds tokens", param="instruction")
+        asked = [name for name in ("instruction", "input_type", "task") if getattr(self, name) is not None]
+        if asked and not isinstance(found[0], str):
+            raise ApiError(400, f"{asked[0]} stands before a text, but input holds tokens", param=asked[0])
+        if asked[1:]:
+            raise ApiError(400, f"{' and '.join(asked)} each name a prompt; leave one out", param=asked[1])
         return found
 
-
-class Document(Body):
-    text: str
-
-
-class RerankRequest(Body):
-    model: str | None = None
-    query: str
-    documents: Annotated[list[str | Document], Field(min_length=1, max_length=MOST_TEXTS)]
-    top_n: Annotated[int | None, Field(ge=1)] = None
-    return_documents: bool | None = None
-    instruction: Instruction = None
-    truncate: Truncate = False
+    def prompt(self, names: Collection[str]) -> str | None:
+        """The instruction: given as it is, or the one of the checkpoint's prompts ``names`` for the kind of text.
+        Raises ApiError: the checkpoint has prompts, but none for this kind."""
+        place = "task" if self.input_type is None else "input_type"
+        kind = getattr(self, place)
+        if kind is None:
+            return self.instruction
+        if not names:
+            self.ignore(place)  # all texts are embedded alike
+            return None
+        alike = next((group for group in KINDS_OF_TEXT if kind.lower() in group), ())
+        for wanted in (kind.lower(), *alike):
+            for name in names:
+                if name.lower() == wanted:
+                    return name
+        raise ApiError(400, f"{place} is {format_value(kind)}, expected one of {', '.join(names)}", param=place)
 
 
 def usage_of(rows: Rows) -> dict[str, Any]:
     tokens = sum(map(len, rows))
     return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+def encode_base64(vectors: Results) -> list[str]:
+    """Each vector's values, little-endian float32, in base64."""
+    return [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
 
 
 async def encode_texts(request: Request, model: Embedder, tokenize: Callable[[], Rows]) -> tuple[Rows, Results]:
@@ -112,7 +131,8 @@ async def compute_vectors(body: EmbeddingRequest, request: Request) -> tuple[str
         encoder: Embedder = model
         width = encoder.vector_width(body.dimensions)
         if isinstance(texts[0], str):
-            tokenize = partial(encoder.text_tokens, texts, instruction=body.instruction, truncate=body.truncate)
+            prompt = body.prompt(encoder.prompt_names)
+            tokenize = partial(encoder.text_tokens, texts, instruction=prompt, truncate=body.truncate)
         else:
             tokenize = partial(encoder.check_token_ids, texts, truncate=body.truncate)
         with name_parameters({"prompt": "input"}):
@@ -126,32 +146,8 @@ async def embeddings(body: Annotated[EmbeddingRequest, take_body(EmbeddingReques
     name, rows, vectors = await compute_vectors(body, request)
 
     def made() -> dict[str, Any]:
-        found: Any = vectors.tolist()
-        if body.encoding_format == "base64":  # of little-endian float32
-            found = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+        found: Any = encode_base64(vectors) if body.encoding_format == "base64" else vectors.tolist()
         data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(found)]
         return {"object": "list", "data": data, "model": name, "usage": usage_of(rows)}
 
     return await make_answer(made, large=vectors.size > LARGE)
-
-
-@router.post("/v1/rerank")
-async def rerank(
-    body: Annotated[RerankRequest, take_body(RerankRequest)], request: Request, service: Served
-) -> Response:
-    """Documents in the order in which they answer a query.
-
-    The scores are what the checkpoint makes of them: the higher the better, between 0 and 1 only where it says so.
-    """
-    texts = [given if isinstance(given, str) else given.text for given in body.documents]
-    name = service.find_for(call_of(request.scope), body.model, "scores")
-    async with service.pool.lease(name) as model:
-        pairs = partial(model.pair_tokens, instruction=body.instruction, truncate=body.truncate)
-        tokenize = partial(pairs, body.query, texts)
-        with name_parameters({"prompt": "documents"}):
-            rows, scores = await encode_texts(request, model, tokenize)
-    order = np.argsort(-scores[:, 0], kind="stable")[: body.top_n].tolist()
-    shown = {index: {"document": {"text": texts[index]}} if body.return_documents else {} for index in order}
-    results = [{"index": index, "relevance_score": float(scores[index, 0]), **shown[index]} for index in order]
-    head = {"id": new_id("rerank-"), "object": "list", "model": name}
-    return JSONResponse({**head, "results": results, "usage": usage_of(rows)})

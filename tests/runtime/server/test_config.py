@@ -10,6 +10,7 @@ from doubles.refusals import about
 
 from llmc.errors import UsageError
 from llmc.runtime.server.config import ANY_TOKENS, ServerConfig, describe_values, is_local, read_config, settings
+from llmc.sources import is_hub_name
 
 
 def written(folder: Path, content: str) -> Path:
@@ -41,6 +42,13 @@ class TestFile:
         assert config.draft == str(tmp_path / "small")
         for word in ("auto", "lookup", "none"):
             assert read_config(written(tmp_path, f'draft = "{word}"')).draft == word
+
+    def test_names_models_of_the_hub_unless_a_folder_beside_it_has_the_name(self, tmp_path):
+        (tmp_path / "org" / "local").mkdir(parents=True)
+        path = written(tmp_path, 'draft = "org/small"\n[models]\na = "org/model:Q4_K_M"\nb = "org/local"\nc = "c"\n')
+        config = read_config(path, is_name=is_hub_name)
+        assert config.draft == "org/small"
+        assert config.models == {"a": Path("org/model:Q4_K_M"), "b": tmp_path / "org/local", "c": tmp_path / "c"}
 
     @pytest.mark.parametrize(
         ("content", "message"),

@@ -180,7 +180,7 @@ class TestBadInput:
         Backend(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
         (tmp_path / "tokenizer_config.json").write_text('{"clean_up_tokenization_spaces": true}', encoding="utf-8")
         with pytest.raises(BundleError, match="clean_up_tokenization_spaces is true for a WordLevel tokenizer"):
-            Tokenizer.from_folder(tmp_path)
+            Tokenizer.from_folder(tmp_path).require_spaces(tmp_path)
 
 
 @pytest.mark.parametrize("text", [text for text in TEXTS if text])

@@ -1,4 +1,4 @@
-"""Vectors and rankings through OpenAI's client and plain HTTP."""
+"""Vectors through OpenAI's client and plain HTTP, and what cannot be encoded."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -34,6 +34,21 @@ def test_numbers_and_base64_say_the_same(able_openai):
     assert able_openai.embeddings.create(**given).data[0].embedding == pytest.approx(numbers)
 
 
+@pytest.mark.parametrize(
+    ("given", "prompt"),
+    [
+        ({"input_type": "search_query"}, "query"),
+        ({"input_type": "DOCUMENT"}, "document"),
+        ({"task": "retrieval.query"}, "query"),
+        ({"task": "retrieval.passage"}, "document"),
+    ],
+)
+def test_the_kind_of_text_chooses_the_checkpoints_prompt(able_http, given, prompt):
+    body = {"model": "embed", "input": "a b"}
+    wanted = able_http.post("/v1/embeddings", json={**body, "instruction": prompt}).json()
+    assert able_http.post("/v1/embeddings", json={**body, **given}).json()["data"] == wanted["data"]
+
+
 @pytest.mark.threat("embedding-cost")
 def test_requests_that_may_not_wait_are_refused(encoder_bundles):
     """More at once than compute and may wait."""
@@ -52,19 +67,6 @@ async def _vectors(url: str) -> list[float]:
         return answer.data[0].embedding
 
 
-def test_documents_are_ranked_by_the_models_scores(able_http, encoder_bundles):
-    documents = ["one", "two", {"text": "three"}]
-    body = {"model": "rank", "query": "a b", "documents": documents, "return_documents": True, "top_n": 2}
-    answer = able_http.post("/v1/rerank", json=body).json()
-    with load(encoder_bundles["rank"], kind=Embedder, threads=1, self_test=False) as model:
-        scores = model.rank("a b", ["one", "two", "three"])
-    order = np.argsort(-scores)[:2].tolist()
-    assert [result["index"] for result in answer["results"]] == order
-    assert [result["relevance_score"] for result in answer["results"]] == pytest.approx(scores[order].tolist())
-    assert answer["results"][0]["document"]["text"] == ["one", "two", "three"][order[0]]
-    assert answer["usage"]["total_tokens"] > 0
-
-
 @pytest.mark.parametrize(
     ("route", "given", "said"),
     [
@@ -79,7 +81,12 @@ def test_documents_are_ranked_by_the_models_scores(able_http, encoder_bundles):
         ("embeddings", {"model": "embed", "input": [5000]}, "holds the token 5000"),
         ("embeddings", {"model": "embed", "input": [1], "instruction": "query"}, "input holds tokens"),
         ("rerank", {"model": "rank", "query": "a", "documents": []}, "documents is empty, expected 1 or more items"),
-        ("rerank", {"model": "rank", "query": "a", "documents": ["b"], "max_tokens_per_doc": 8}, "max_tokens_per_doc"),
+        ("embeddings", {"model": "embed", "input": [1], "input_type": "query"}, "input holds tokens"),
+        ("embeddings", {"model": "embed", "input": "a", "task": "separation"}, "expected one of query, document"),
+        ("embeddings", {"model": "embed", "input": "a", "task": "query", "instruction": "b"}, "leave one out"),
+        ("rerank", {"model": "rank", "query": "a", "documents": ["b"], "max_chunks_per_doc": 8}, "max_chunks_per_doc"),
+        ("rerank", {"model": "rank", "query": "a", "documents": ["b", {"title": "c"}]}, "documents[1].text is missing"),
+        ("rerank", {"model": "rank", "query": "a", "documents": [{"text": 1}]}, "documents[0].text is no text"),
     ],
 )
 def test_what_cannot_be_encoded_is_refused(able_http, route, given, said):
