@@ -150,6 +150,11 @@ class Geometry:
         return tuple(part for part in parts if part.codes is not None)
 
     @property
+    def two_bits(self) -> bool:
+        """True if the checkpoint stores some linear as 2-bit codes."""
+        return any(linear.codes is not None and linear.codes.bits == 2 for linear in self.linears)
+
+    @property
     def sensitive(self) -> tuple[str, ...]:
         """Names of the linears that lose most in 4 bits: values and the MLP's last product, in the first and last
         eighth of the layers and every third one between. Source: llama.cpp's Q4_K_M."""
