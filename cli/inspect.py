@@ -119,7 +119,7 @@ def geometry_rows(geometry: Geometry) -> list[tuple[str, str]]:
 
 
 def result_of(encoder: Encoder) -> str:
-    pooled = {"last": "the last token", "mean": "the mean of all tokens"}[encoder.pooling]
+    pooled = "the mean of all tokens" if encoder.pooling == "mean" else f"the {encoder.pooling} token"
     if encoder.result == "scores":
         return f"a score, made at {pooled}"
     return f"an embedding of {encoder.width} values{', of length one' if encoder.normalized else ''}, from {pooled}"

@@ -64,7 +64,7 @@ LOWER_NORMS = Step("lower norms", norms.lower_norms, lambda g: len(g.norms))
 FUSE_SILU = Step("fuse SiLU", norms.fuse_silu, lambda g: g.silus)
 LOWER_EMBEDDING = (
     Step("lower embedding", embedding.lower_embedding, lambda g: 1 + (g.per_layer > 0)),
-    Step("lower positions", embedding.lower_positions, lambda g: g.small_tables),
+    Step("lower positions", embedding.lower_positions, lambda g: len(g.small_tables)),
 )
 LOWER_EXPERTS = Step("lower experts", experts.lower_experts, lambda g: len(g.mixtures))
 # Last: what passes made has the type that they gave it, and what the export left has float32.

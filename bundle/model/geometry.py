@@ -12,7 +12,16 @@ from llmc.bundle.model.draft_head import HEAD_INPUT, DraftHead
 from llmc.bundle.model.encoder import DENSE, SCORE, Encoder
 from llmc.bundle.model.experts import Experts, Mlp
 from llmc.bundle.model.linear import Codes, Linear
-from llmc.bundle.model.names import EMBEDDING, HEAD, HIDDEN, PER_LAYER, PER_LAYER_PROJECTION
+from llmc.bundle.model.names import (
+    DISTANCES,
+    EMBEDDING,
+    HEAD,
+    HIDDEN,
+    PER_LAYER,
+    PER_LAYER_PROJECTION,
+    POSITIONS,
+    TYPES,
+)
 from llmc.bundle.model.norm import Norm
 from llmc.bundle.model.ranges import Count, Positions, Vocabulary, Width
 from llmc.bundle.model.recurrent import Recurrent
@@ -99,9 +108,14 @@ class Geometry:
         return "decoder" if self.generates else "encoder"
 
     @property
-    def small_tables(self) -> int:
-        """Number of tables that have no row for each token of the vocabulary."""
-        return self.learned_positions + self.takes_types + (self.encoder is not None and self.encoder.biased)
+    def small_tables(self) -> dict[str, tuple[int, int]]:
+        """Shapes of the tables that have no row for each token of the vocabulary."""
+        hidden, encoder = self.hidden_size, self.encoder
+        sizes = {POSITIONS: (self.learned_positions * self.max_positions, hidden)}
+        if encoder is not None:
+            distances = encoder.biased * (2 * self.max_positions - 1)
+            sizes |= {TYPES: (encoder.types, hidden), DISTANCES: (distances, self.most_heads)}
+        return {name: shape for name, shape in sizes.items() if shape[0]}
 
     @property
     def takes_types(self) -> bool:
