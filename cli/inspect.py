@@ -152,7 +152,7 @@ def _image_rows(manifest: Manifest) -> list[tuple[str, str]]:
     """The number of tokens per image, and the tower's quality: for an encoder, the distance of its vectors."""
     vision = manifest.geometry.vision
     if vision is None:
-        return show.similarity_rows(manifest.similarity)
+        return [*show.similarity_rows(manifest.similarity), *show.ranking_rows(manifest.ranking)]
     some = "a token" if vision.tokens == 1 else f"{vision.tokens} tokens"
     images = f"{some} for {vision.tile} x {vision.tile} pixels, at most {vision.most_tokens:,} for each"
     return [("images", images), *show.similarity_rows(manifest.similarity, "tower's rows")]
