@@ -93,6 +93,7 @@ RANGES: dict[str, tuple[float, float]] = {
         (1, 4095, "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"),
         (1, 4095, "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head"),
         (2, 255, "linear_conv_kernel_dim conv_L_cache mamba_d_conv"),
+        (1, 15, "conv_kernel_size"),
         (1, 64, "mamba_expand"),
         (0, 1e3, "time_step_min"),
         (1e-3, 1e3, "block_ffn_dim_multiplier"),

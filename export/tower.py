@@ -14,8 +14,9 @@ from llmc.export.blocks.rope import inverse_frequencies
 from llmc.export.config import DecoderConfig
 from llmc.export.graph import check_nodes, check_onnx, finish_graph, name_dimensions, trace
 from llmc.export.sources.safetensors import StoredTensor
+from llmc.export.vision.llama import LlamaTowerConfig
 from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
-from llmc.export.vision.tower import Root, make_rope
+from llmc.export.vision.tower import Root
 
 # Sizes to trace with, all different.
 _ROWS, _WINDOWS, _CORNERS = 15, 3, 5
@@ -45,7 +46,7 @@ def _build(config: TowerConfig | PatchTowerConfig, tensors: Mapping[str, StoredT
     model = trace(lambda: Root(config), tensors, inputs, (shapes,), decompose=True)
     if isinstance(config, PatchTowerConfig):
         name = f"{TOWER}.rotary_emb.inv_freq"
-        model.graph.initializers[name].const_value = ir.tensor(inverse_frequencies(make_rope(config)), name=name)
+        model.graph.initializers[name].const_value = ir.tensor(inverse_frequencies(config.rope), name=name)
     _name_dimensions(model.graph, samples)
     for value, name in zip(model.graph.inputs, samples, strict=True):
         value.name = name
@@ -78,6 +79,9 @@ def _sample_inputs(config: TowerConfig | PatchTowerConfig) -> _Samples:
         slots = integers.new_zeros(_WINDOWS, square * config.window**2)
         samples["windows"] = slots, {0: ("windows", dim("windows"))}
         samples["window_places"] = integers.new_zeros(count), {0: patches}
+    if isinstance(config, LlamaTowerConfig) and config.convolved:
+        around = torch.zeros(config.kernel**2, count, dtype=torch.int64)
+        samples["neighbors"] = around, {1: patches}
     return samples
 
 

@@ -120,7 +120,7 @@ PASSES: dict[str, tuple[Step, ...]] = {
         # After rows are packed and heads folded: it puts attentions into branches.
         Step("attend both ways", image_attention.attend_both_ways),
         # After rows are packed: convolutions and recurrences run over each row by itself.
-        Step("inline layer scalars", norms.inline_scalars, lambda g: g.layers * g.layer_scalars),
+        Step("inline scalars", norms.inline_scalars, lambda g: g.scalars),
         Step("lower recurrences", recurrent.lower_recurrences, lambda g: len(g.recurrents)),
         REMOVE_DEAD,
     ),
@@ -140,10 +140,11 @@ PASSES: dict[str, tuple[Step, ...]] = {
     # A vision tower.
     "cpu-vision": (
         RAISE,
-        Step("attend to patches", vision.attend_to_patches, lambda g: g.layers),
-        Step("turn patches", vision.turn_patches, lambda g: 2 * g.layers * vision.turns(g)),
+        Step("attend to patches", vision.attend_to_patches, lambda g: g.vision.attentions if g.vision else 0),
+        Step("turn patches", vision.turn_patches, vision.count_turns),
         Step("lower norms", norms.lower_norms, lambda g: g.vision.norms if g.vision else 0),
         Step("fuse SiLU", norms.fuse_silu, lambda g: sum(it.name.endswith(".gate_proj") for it in g.linears)),
+        Step("inline convolutions", vision.inline_convolutions, vision.count_convolutions),
         Step("store positions", vision.store_positions, lambda g: int(vision.has_table(g))),
         Step("lower linears", cpu_linears.lower_linears, lambda g: len(g.linears)),
         REMOVE_DEAD,

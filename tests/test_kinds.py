@@ -41,6 +41,9 @@ MODELS: dict[str, Geometry] = {
     "has recurrent layers": replace(
         PLAIN, recurrents=(Recurrent(name="conv", layer=0, rule="conv", taps=4, channels=64),)
     ),
+    "has activations with learned scalars": replace(
+        PLAIN, mlps=tuple(replace(it, activation="xielu") for it in PLAIN.mlps)
+    ),
     "has latent attention": replace(PLAIN, attentions=(FIRST, replace(LAST, latent=24))),
     "has attention with sinks": replace(PLAIN, attentions=(FIRST, replace(LAST, sinks=True))),
     "scales its layers": replace(PLAIN, layer_scalars=True),

@@ -237,6 +237,11 @@ class Geometry:
         return sum(item.silus for item in self.recurrents) + sum(item.silus for item in self.mlps)
 
     @property
+    def scalars(self) -> int:
+        """Number of factors of layers and learned scalars of activations."""
+        return self.layers * self.layer_scalars + sum(len(item.learned) for item in self.mlps)
+
+    @property
     def most_heads(self) -> int:
         return max((attention.heads for attention in self.attentions), default=0)
 

@@ -114,6 +114,7 @@ KINDS = (
     Kind("has weights of 2 bits", lambda geometry: geometry.two_bits, (), float_activations=True),
     Kind("sees images", lambda geometry: geometry.vision, ("gpu", "stages")),
     Kind("has recurrent layers", lambda geometry: geometry.recurrents, ("gpu",)),
+    Kind("has activations with learned scalars", lambda geometry: any(it.learned for it in geometry.mlps), ("gpu",)),
     Kind("has latent attention", lambda geometry: any(it.latent for it in geometry.attentions), ("gpu",)),
     Kind("has attention with sinks", lambda geometry: any(it.sinks for it in geometry.attentions), ("gpu",)),
     Kind("scales its layers", lambda geometry: geometry.layer_scalars, ("gpu",)),

@@ -46,9 +46,7 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
             parts = {name: shapes[name] for name in names}
             unpacked = _unpack_parameters(folder, config, packed, tensors[packed], parts)
             parameters |= dict(zip(names, unpacked, strict=True))
-    for name in _list_transposed_stacks(config) & tensors.keys():
-        if isinstance(tensors[name], Mxfp4Tensor):
-            continue
+    for name in _list_transposed_stacks(config, renamed):
         shape = tensors[name].shape
         turn = partial(np.swapaxes, axis1=1, axis2=2)
         parameters[name] = make_view(folder, tensors[name], turn, (*shape[:1], *shape[:0:-1]))
@@ -58,6 +56,7 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
         parameters |= _convert_recurrent(folder, config, item, tensors)
     for attention in config.geometry.attentions:
         _convert_head_norms(folder, attention, shapes, parameters)
+    parameters |= _widen_scalars(tensors, shapes)
     for name in _list_norms_of_ones(config, shapes):
         parameters[name] = MadeTensor("F32", shapes[name], partial(_filled, 1.0, shapes[name]))
     plain = {name for name, tensor in tensors.items() if not isinstance(tensor, QuantizedTensor)}
@@ -90,6 +89,12 @@ def _list_norms_of_ones(config: DecoderConfig, shapes: Mapping[str, tuple[int, .
     ]
     grouped = [f"{item.name}.norm.weight" for item in config.geometry.recurrents if f"{item.name}.norm_scale" in shapes]
     return [name for name in (*values, *grouped) if name in shapes]
+
+
+def _widen_scalars(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+    """Stored scalars as vectors of one value, where the decoder has such a vector."""
+    scalars = {name: it for name, it in tensors.items() if isinstance(it, StoredTensor) and it.shape == ()}
+    return {name: replace(it, shape=(1,)) for name, it in scalars.items() if shapes.get(name) == (1,)}
 
 
 def _filled(value: float, shape: tuple[int, ...]) -> Iterator[Array]:
@@ -135,10 +140,15 @@ def list_offset_norms(config: DecoderConfig) -> set[str]:
     return {f"{name}.weight" for name in listed} if config.norm.offset else set()
 
 
-def _list_transposed_stacks(config: DecoderConfig) -> set[str]:
+def _list_transposed_stacks(config: DecoderConfig, stored: Tensors) -> Iterator[str]:
     """Names of all experts' weights that the checkpoint stores as [experts, inputs, outputs]."""
-    turned = {index for index, layer in enumerate(config.layers) if layer.experts and layer.experts.transposed}
-    return {f"{part.name}.weight" for item in config.geometry.mixtures if item.layer in turned for part in item.parts}
+    for item in config.geometry.mixtures:
+        experts = config.layers[item.layer].experts
+        assert experts is not None
+        for part in item.parts if experts.transposed != "none" else ():
+            stack, rows = stored.get(f"{part.name}.weight"), (item.count, part.outputs, part.inputs)
+            if stack and not isinstance(stack, Mxfp4Tensor) and (experts.transposed == "all" or stack.shape != rows):
+                yield f"{part.name}.weight"
 
 
 def explain_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> str:

@@ -7,12 +7,15 @@ from typing import Literal
 from llmc.bundle.model.linear import Linear
 from llmc.bundle.model.norm import NormKind
 from llmc.bundle.model.vision import TOWER
+from llmc.export.parts.rope import Rope
 from llmc.export.parts.site import Shapes, shapes_of_linears
 
 # A row is made of a square of patches: of their values side by side; of their mean (and an RMS norm whose weight is
 # stored minus one); or of their values side by side by two linears, of patches that lie square by square and in grids
 # of any shape.
 Projector = Literal["shuffle", "pool", "mlp"]
+# Base of the rotary embedding of Qwen's towers. Source: transformers, qwen2_5_vl and qwen3_vl.
+THETA = 10_000.0
 LAYER_NORMS, NORM_PARTS = ("input_layernorm", "post_attention_layernorm"), ("weight", "bias")
 
 
@@ -99,6 +102,21 @@ class PatchTowerConfig:
     outputs: int  # width of each part of a row
     token_id: int
     renamed: tuple[tuple[str, str], ...]
+
+    @property
+    def axes(self) -> int:
+        """Numbers in the position of a token of the decoder: time, row and column."""
+        return 3
+
+    @property
+    def kernel(self) -> int:
+        """Patches per side that convolutions see, 0 without one."""
+        return 0
+
+    @property
+    def rope(self) -> Rope:
+        """Half of a head's pairs turn by the row of a patch, the others as fast by its column."""
+        return Rope(self.width // self.heads // 2, THETA)
 
     @property
     def linears(self) -> tuple[Linear, ...]:

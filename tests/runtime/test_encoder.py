@@ -130,11 +130,12 @@ def test_scores_are_those_of_sentence_transformers(ranks, reranker, ours, theirs
     assert np.abs(found - wanted).max() <= TOLERANCE * np.abs(wanted).max()
 
 
-def test_a_head_for_the_score_and_its_sigmoid_are_taken_over(tmp_path, built):
-    checkpoint = encoders.write_classifier(tmp_path / "classifier")
+@pytest.mark.parametrize("case", [{}, encoders.BERT], ids=["decoder", "bert"])
+def test_a_head_for_the_score_and_its_sigmoid_are_taken_over(tmp_path, built, case):
+    checkpoint, documents = encoders.write_classifier(tmp_path / "classifier", **case), [*DOCUMENTS, "word " * 200]
     with open_embedder(built(checkpoint, precision="fp32"), threads=1) as model:
-        found = model.rank(QUERY, DOCUMENTS)
-    assert np.abs(found - encoders.scores(checkpoint, QUERY, DOCUMENTS)).max() <= TOLERANCE
+        found = model.rank(QUERY, documents, truncate=True)
+    assert np.abs(found - encoders.scores(checkpoint, QUERY, documents)).max() <= TOLERANCE
     assert (found > 0).all() and (found < 1).all()
 
 

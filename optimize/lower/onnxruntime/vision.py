@@ -10,7 +10,7 @@ from llmc.bundle import VISION_FILE
 from llmc.bundle.model.geometry import Geometry
 from llmc.bundle.model.vision import TOWER
 from llmc.optimize.lower.context import HEAD_BLOCK, GraphPlan, LoweringContext, QuantConfigs, WeightOnly
-from llmc.optimize.lower.linears import replace_weight
+from llmc.optimize.lower.linears import inline_vectors, replace_weight
 from llmc.optimize.lower.onnxruntime.linears import float_table
 from llmc.optimize.lower.raising import find_vector
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, graph_input, initializer, nodes_of, replace, scalar, vector
@@ -64,10 +64,22 @@ def turn_patches(graph: ir.Graph, _: LoweringContext) -> int:
     return len(nodes)
 
 
-def turns(geometry: Geometry) -> bool:
-    """True if the tower turns heads by where patches are."""
+def count_turns(geometry: Geometry) -> int:
+    """Number of rotations of queries and keys by where patches are."""
     patching = geometry.vision.patching if geometry.vision else None
-    return patching is not None and not patching.naflex
+    return 0 if geometry.vision is None or patching is None or patching.naflex else 2 * geometry.vision.attentions
+
+
+def count_convolutions(geometry: Geometry) -> int:
+    """Number of layers that mix patches by a convolution."""
+    return sum(linear.name.endswith(".conv.in_proj") for linear in geometry.linears)
+
+
+def inline_convolutions(graph: ir.Graph, context: LoweringContext) -> int:
+    """Weights of convolutions become part of the graph, in float32."""
+    names = [name for name in graph.initializers if name.endswith(".conv.weight")]
+    inline_vectors(graph, names, context)
+    return len(names)
 
 
 def has_table(geometry: Geometry) -> bool:
