@@ -5,30 +5,30 @@ https://sbert.net/docs/sentence_transformer/usage/custom_models.html
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llmc.bundle import CONFIG_FILE
 from llmc.bundle.model.encoder import DENSE, SCORE, Pooling
-from llmc.bundle.model.names import DISTANCES, POSITIONS, TYPES
 from llmc.errors import CheckpointError
 from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys, read_object, read_value
-from llmc.export.parts.attention import RANGES, find_range
 from llmc.export.parts.encoder import DenseConfig, EncoderConfig
-from llmc.export.sources.codes import Weight, rows_of
+from llmc.export.sources.codes import Weight
 from llmc.export.sources.made import MadeTensor
-from llmc.export.sources.parameters import Array, copy_tensor, explain_shape, read_pieces
+from llmc.export.sources.parameters import copy_tensor
 from llmc.export.sources.safetensors import FLOATS, SINGLE_FILE, StoredTensor, read_shard
+from llmc.export.sources.tables import place_tables
 from llmc.export.sources.tokens import CONFIG_FILE as TOKENIZER_CONFIG
 from llmc.origin import find_own_file
 
 MODULES_FILE = "modules.json"
-TEXT_FILE, MODEL_FILE = "sentence_bert_config.json", "config_sentence_transformers.json"
+MODEL_FILE = "config_sentence_transformers.json"
+# How texts are read, in the file that is there; the first one is today's.
+KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+TEXT_FILES = tuple(f"sentence_{kind}_config.json" for kind in KINDS)
 POOLINGS: dict[str, Pooling] = {"cls": "first", "lasttoken": "last", "mean": "mean"}
 # The same in files of versions before 6: one flag per mode.
 FLAGS = {
@@ -44,7 +44,6 @@ IDENTITY, TANH, SIGMOID = (
 )
 # Key of the activation of scores, here and in the config of versions before 4.
 ACTIVATION, OLD_ACTIVATION = "activation_fn", "sbert_ce_default_activation_function"
-POSITIONS_WEIGHT, DISTANCES_WEIGHT = f"{POSITIONS}.weight", f"{DISTANCES}.weight"
 # Prefixes of the names of all tensors but those of a head.
 PREFIXES = ("model.", "bert.", "roberta.", "mpnet.", "nomic_bert.")
 # Beginnings of the names of tensors of a family's ForSequenceClassification.
@@ -57,11 +56,12 @@ MOST_MODULES = 16
 
 @dataclass(frozen=True)
 class Ending:
-    """The modules after an encoder's layers, its longest text in tokens (0: unknown), and the dense layers' folders."""
+    """The modules after an encoder's layers."""
 
     encoder: EncoderConfig
-    longest: int
-    dense_folders: tuple[str, ...]
+    longest: int = 0  # tokens of a text at most, 0 if unknown
+    dense_folders: tuple[str, ...] = ()
+    lowers: bool = False  # letters are made small before all else
 
 
 def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
@@ -73,7 +73,7 @@ def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
         modules = {"Transformer": [""]}
     if modules is None:
         return None
-    longest, template = _texts(folder)
+    longest, template, lowers = _texts(folder)
     kinds = [kind for kind in modules if kind != "Transformer"]
     if kinds == ["LogitScore"] and not classifies:
         encoder = _logit_score(folder, modules["LogitScore"][0], _sigmoid(folder, config), template)
@@ -94,14 +94,14 @@ def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
             f"{how}, is unsupported; expected Pooling, Dense and Normalize after a decoder that reads plain text, "
             "LogitScore after a causal one, or only a ForSequenceClassification"
         )
-    return Ending(encoder, longest, tuple(modules.get("Dense", ())))
+    return Ending(encoder, longest, tuple(modules.get("Dense", ())), lowers)
 
 
 def default_ending(folder: Path, values: Mapping[str, Any], config: DecoderConfig) -> Ending | None:
     """The ending of a checkpoint without ``modules.json``: sentence-transformers' own of an encoder, else None."""
     architecture = _architecture(values)
     if config.classifier is not None:
-        return Ending(EncoderConfig(result="embeddings", pooling="mean"), 0, ())
+        return Ending(EncoderConfig(result="embeddings", pooling="mean"))
     if config.diffusion is None and architecture.endswith("Model") and not architecture.endswith("LMHeadModel"):
         raise CheckpointError(
             f"{folder / CONFIG_FILE}: {architecture:.80} has no head, and there is no {MODULES_FILE} to define its "
@@ -139,7 +139,7 @@ def replace_head(
         end = replace(classifier, sigmoid=end.sigmoid, types=types)
     else:
         tensors = {name: it for name, it in tensors.items() if not name.startswith(CLASSIFIERS)}
-    end = _measure(folder, config, end)
+    end = _measure(folder, config, replace(end, biased=config.distance_ranges))
     head = tensors.pop(HEAD_WEIGHT, tensors.get(TABLE_WEIGHT) if config.tied_head else None)
     for number, row in enumerate(end.score_rows):
         tensors[f"{SCORE}.{number}.weight"] = _row(folder, head, row)
@@ -148,13 +148,7 @@ def replace_head(
     for number, name in enumerate(ending.dense_folders):
         tensors |= {f"{DENSE}.{number}.{part}": tensor for part, tensor in _dense_tensors(folder, name).items()}
     longest = min(config.max_positions, ending.longest or config.max_positions)
-    if config.learned_positions and (table := tensors.get(POSITIONS_WEIGHT)) is not None:
-        first, rows = config.first_position, table.shape[0]
-        tensors[POSITIONS_WEIGHT] = rows_of(table, min(first, rows), min(first + longest, rows))
-    if config.distance_ranges and (table := tensors.get(DISTANCES_WEIGHT)) is not None:
-        end, tensors[DISTANCES_WEIGHT] = replace(end, biased=True), _spread(folder, table, longest)
-    if config.stored_types and not end.types:
-        _fold_type(folder, POSITIONS_WEIGHT if config.learned_positions else TABLE_WEIGHT, tensors)
+    place_tables(folder, config, tensors, longest, end.types)
     ropes = tuple(  # longrope's factors for the longest text serve all texts
         replace(rope, factors=rope.long_factors, long_factors=())
         if rope.long_factors and longest > rope.original_max_positions
@@ -162,34 +156,6 @@ def replace_head(
         for rope in config.ropes
     )
     return replace(config, encoder=end, tied_head=False, max_positions=longest, ropes=ropes), tensors
-
-
-def _spread(folder: Path, table: Weight, positions: int) -> MadeTensor:
-    """A row for every distance of two tokens, the last token's from the first one's last, of a table of ranges."""
-    if not isinstance(table, StoredTensor) or table.dtype not in FLOATS or table.shape[:1] != (2 * RANGES,):
-        raise CheckpointError(f"{folder}: {DISTANCES_WEIGHT} is no table of {2 * RANGES} floats for each head")
-    rows = [find_range(distance) for distance in range(1 - positions, positions)]
-
-    def pieces() -> Iterator[Array]:
-        yield np.concatenate(list(read_pieces(folder, table))).astype(np.float32)[rows]
-
-    return MadeTensor("F32", (len(rows), *table.shape[1:]), pieces)
-
-
-def _fold_type(folder: Path, name: str, tensors: dict[str, Weight]) -> None:
-    """Add the type of all tokens to a table that has a row for each of them."""
-    table, types = tensors.get(name), tensors.pop(f"{TYPES}.weight", None)
-    if not all(isinstance(it, StoredTensor | MadeTensor) and it.dtype in FLOATS for it in (table, types)):
-        raise CheckpointError(f"{folder}: {name} or {TYPES}.weight is missing or quantized; download it again")
-    assert isinstance(table, StoredTensor | MadeTensor) and isinstance(types, StoredTensor | MadeTensor)
-    if table.shape[1:] != types.shape[1:]:
-        raise CheckpointError(f"{folder}: {explain_shape(f'{TYPES}.weight', types.shape, (1, *table.shape[1:]))}")
-
-    def pieces() -> Iterator[Array]:
-        row = next(iter(read_pieces(folder, rows_of(types, 0, 1)))).astype(np.float32)
-        return (piece.astype(np.float32) + row for piece in read_pieces(folder, table))
-
-    tensors[name] = MadeTensor("F32", table.shape, pieces)
 
 
 def _measure(folder: Path, config: DecoderConfig, end: EncoderConfig) -> EncoderConfig:
@@ -254,15 +220,16 @@ def _read_modules(folder: Path) -> dict[str, list[str]] | None:
     return folders
 
 
-def _texts(folder: Path) -> tuple[int, bool]:
-    """The longest text in tokens (0 if unknown), and True if texts go through the chat template."""
-    values = read_object(folder, TEXT_FILE)
+def _texts(folder: Path) -> tuple[int, bool, bool]:
+    """The longest text in tokens (0 if unknown), whether texts go through the chat template, and are lowered."""
+    found = ((name, values) for name in TEXT_FILES if (values := read_object(folder, name)))
+    name, values = next(found, ("", None))
     if values is None:
-        return 0, False
-    keys = Keys(values, str(folder / TEXT_FILE))
+        return 0, False, False
+    keys = Keys(values, str(folder / name))
     keys.skip("module_output_name", "unpad_inputs")
     keys.choice("transformer_task", ("feature-extraction", "sequence-classification", "text-generation"), TASK)
-    keys.fixed("do_lower_case", False, ", since tokenizer.json decides about case")
+    lowers = keys.flag("do_lower_case")
     longest = keys.optional_integer("max_seq_length") or 0
     modality = keys.raw("modality_config") or {}
     message = modality.get("message") if isinstance(modality, dict) else None
@@ -271,7 +238,7 @@ def _texts(folder: Path) -> tuple[int, bool]:
     if message is not None and (not isinstance(message, dict) or message.get("format", "flat") != "flat"):
         raise keys.error("modality_config", modality, "messages of the flat format")
     keys.finish()
-    return longest, message is not None
+    return longest, message is not None, lowers
 
 
 def _read_encoder(folder: Path, modules: Mapping[str, list[str]]) -> EncoderConfig:

@@ -81,6 +81,31 @@ def test_a_graph_embeds_ragged_rows_as_sentence_transformers_does(name, exported
     assert np.abs(found - encoders.embeddings(checkpoint, TEXTS)).max() <= TOLERANCE
 
 
+def test_texts_are_lowered_where_the_checkpoint_says_so(exported, tmp_path):
+    import tokenizers
+
+    checkpoint, _ = exported("last token")
+    folder = encoders.copy(checkpoint, tmp_path / "lowering")
+    encoders.write_json(folder / "sentence_xlnet_config.json", {"max_seq_length": 9, "do_lower_case": True})
+    found = read_checkpoint(folder)
+    lowering = tokenizers.Tokenizer.from_str(found.texts["tokenizer.json"])
+    assert (
+        lowering.encode("DEF F(X)").ids
+        == tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json").encode("def f(x)").ids
+    )
+    assert found.config.max_positions == 9
+
+
+def test_an_encoder_without_modules_embeds_the_mean_with_a_note(exported, tmp_path):
+    checkpoint, _ = exported("bert")
+    folder = encoders.copy(checkpoint, tmp_path / "bare")
+    (folder / "modules.json").unlink()
+    found = read_checkpoint(folder)
+    assert found.config.encoder is not None
+    assert (found.config.encoder.pooling, found.config.encoder.normalized) == ("mean", False)
+    assert any("the mean of all tokens" in note for note in found.notes)
+
+
 def test_distances_share_biases_as_in_transformers():
     import torch
     from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
@@ -126,7 +151,8 @@ def eager(checkpoint: Path, change: Callable[[DecoderConfig], DecoderConfig] = l
         return np.memmap(checkpoint / tensor.file, array_type(tensor.dtype), "r", tensor.offset, tensor.shape)
 
     module = Encoder(change(found.config))
-    weights = {name: torch.tensor(array(tensor)) for name, tensor in found.tensors.items()}
+    parts = module.state_dict().keys()  # without what was dropped
+    weights = {name: torch.tensor(array(tensor)) for name, tensor in found.tensors.items() if name in parts}
     module.load_state_dict(weights, assign=True)
     with torch.no_grad():
         return module(*map(torch.tensor, padded(tokens(checkpoint)).values()))[0].numpy()
@@ -158,8 +184,11 @@ def test_the_module_computes_what_its_graph_does(name, exported, onnxruntime_run
     ("name", "change"),
     [
         ("bert", with_end(pooling="mean")),
-        ("bert", with_end(normalized=False)),
         ("bert", with_attention(causal=True)),
+        ("bert", lambda config: replace(config, norm=replace(config.norm, eps=1e-12))),
+        ("modernbert", with_attention(window=0)),
+        ("modernbert", with_attention(rope=0)),
+        ("mpnet", with_end(biased=False)),
         ("last token", with_end(pooling="mean")),
         ("last token", with_end(normalized=False)),
         ("last token", with_attention(causal=False)),
@@ -200,7 +229,6 @@ def without(file: str) -> Callable[[Path], None]:
         (spoilt("1_Pooling/config.json", include_prompt=False), "include_prompt=False is unsupported; expected true"),
         (spoilt("2_Dense/config.json", activation_function="torch.nn.ReLU"), "activation_function='torch.nn.ReLU'"),
         (spoilt("2_Dense/config.json", in_features=63), "a Dense layer reads 63 values, but 64 come before it"),
-        (spoilt("sentence_bert_config.json", do_lower_case=True), "do_lower_case=True is unsupported"),
         (spoilt("sentence_bert_config.json", modality_config={"image": {}}), "modality_config=.* is unsupported"),
         (without("1_Pooling/config.json"), "no 1_Pooling/config.json, but modules.json"),
         (without("2_Dense/model.safetensors"), "no 2_Dense/model.safetensors"),
@@ -218,4 +246,19 @@ def test_what_cannot_be_computed_is_refused(spoil, message, exported, tmp_path):
     folder = encoders.copy(checkpoint, tmp_path / "spoilt")
     spoil(folder)
     with pytest.raises(CheckpointError, match=message):
+        read_checkpoint(folder)
+
+
+@pytest.mark.threat("encoder-modules")
+@pytest.mark.parametrize("name", ["position", "token_type"])
+@pytest.mark.parametrize("rows", [0, 1, None])
+def test_tables_of_another_size_are_refused(name, rows, exported, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    checkpoint, _ = exported("bert")
+    folder = encoders.copy(checkpoint, tmp_path / "spoilt")
+    tensors, table = load_file(folder / "model.safetensors"), f"embeddings.{name}_embeddings.weight"
+    tensors[table] = tensors[table][:rows] if rows is not None else tensors[table][0]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model.embed_\w+.weight has shape .* but config.json asks for"):
         read_checkpoint(folder)

@@ -80,6 +80,7 @@ def test_published_configs_are_read_as_their_cards_say(name):
     assert windows(config) == list(card.get("windows", {"0": len(config.layers)}).items())
     assert config.tied_head == card.get("tied", False)
     parameters = sum(prod(shape) for shape in config.parameter_shapes.values())
+    parameters += card.get("beside", 0)  # poolers and other heads, types of tokens, positions before the first
     assert parameters == pytest.approx(card["parameters"], rel=PARAMETER_TOLERANCE)
 
 
