@@ -138,6 +138,7 @@ READ = {
     "smolvlm": {"vision_config": {"image_size": 512, "patch_size": 16}, "scale_factor": 4},
     "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
     "idefics3": {"vision_config": {"image_size": 364, "patch_size": 14}, "scale_factor": 2},
+    "mistral3": {"vision_config": {"model_type": "pixtral", "hidden_act": "silu"}},
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},
     "qwen3_vl": {"vision_config": {"out_hidden_size": 4096}},
     "qwen3_asr": {"audio_config": {"output_dim": 2048}},
