@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles.geometries import VISION, uniform
+from doubles.geometries import AUDIO, VISION, uniform
 from doubles.refusals import about
 
 from llmc.bundle import Budget, Geometry
@@ -38,6 +38,7 @@ MODELS: dict[str, Geometry] = {
         PLAIN, linears=tuple(replace(it, codes=Codes(2, 64, zero_points=False)) for it in PLAIN.linears)
     ),
     "sees images": replace(PLAIN, vision=VISION),
+    "hears audio": replace(PLAIN, audio=AUDIO),
     "has recurrent layers": replace(
         PLAIN, recurrents=(Recurrent(name="conv", layer=0, rule="conv", taps=4, channels=64),)
     ),

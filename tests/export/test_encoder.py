@@ -247,3 +247,18 @@ def test_what_cannot_be_computed_is_refused(spoil, message, exported, tmp_path):
     spoil(folder)
     with pytest.raises(CheckpointError, match=message):
         read_checkpoint(folder)
+
+
+@pytest.mark.threat("encoder-modules")
+@pytest.mark.parametrize("name", ["position", "token_type"])
+@pytest.mark.parametrize("rows", [0, 1, None])
+def test_tables_of_another_size_are_refused(name, rows, exported, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    checkpoint, _ = exported("bert")
+    folder = encoders.copy(checkpoint, tmp_path / "spoilt")
+    tensors, table = load_file(folder / "model.safetensors"), f"embeddings.{name}_embeddings.weight"
+    tensors[table] = tensors[table][:rows] if rows is not None else tensors[table][0]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model.embed_\w+.weight has shape .* but config.json asks for"):
+        read_checkpoint(folder)
