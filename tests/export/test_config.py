@@ -140,7 +140,6 @@ READ = {
     "idefics3": {"vision_config": {"image_size": 364, "patch_size": 14}, "scale_factor": 2},
     "mistral3": {"vision_config": {"model_type": "pixtral", "hidden_act": "silu"}},
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},
-    "mistral3": {"vision_config": {"model_type": "pixtral", "hidden_act": "silu"}},
     "qwen3_vl": {"vision_config": {"out_hidden_size": 4096}},
     "qwen3_asr": {"audio_config": {"output_dim": 2048}},
     "qwen3_vl_moe": {"vision_config": {"out_hidden_size": 2048}},
