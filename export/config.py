@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
+from llmc.bundle.model.audio import Audio
 from llmc.bundle.model.cache import Cache
 from llmc.bundle.model.diffusion import Diffusion
 from llmc.bundle.model.draft_head import DraftHead
@@ -14,6 +15,7 @@ from llmc.bundle.model.linear import Linear
 from llmc.bundle.model.names import DISTANCES, EMBEDDING, HEAD, PER_LAYER, PER_LAYER_PROJECTION, POSITIONS, TYPES
 from llmc.bundle.model.norm import Norm
 from llmc.bundle.model.vision import Vision
+from llmc.export.audio.shapes import AudioTowerConfig
 from llmc.export.heads.shapes import EMBEDDING_NORM, HeadConfig
 from llmc.export.parts.attention import AttentionConfig
 from llmc.export.parts.encoder import EncoderConfig
@@ -25,6 +27,7 @@ from llmc.export.parts.rope import Rope
 from llmc.export.parts.site import Part, Shapes, Site, place, shapes_of_linears
 from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
 
+TowerShape = TowerConfig | PatchTowerConfig | AudioTowerConfig
 MIXERS = "self_attn", "recurrent"
 FINAL_NORM, PER_LAYER_NORM = "model.norm", "model.per_layer_projection_norm"
 
@@ -88,8 +91,9 @@ class DecoderConfig:
     head: HeadConfig | None = None
     per_layer: int = 0  # this and the next as in :class:`llmc.bundle.model.geometry.Geometry`
     layer_scalars: bool = False
-    tower: TowerConfig | PatchTowerConfig | None = None  # makes ``vision``
+    tower: TowerShape | None = None  # makes ``vision`` or ``audio``
     vision: Vision | None = None
+    audio: Audio | None = None
     pair_axes: tuple[int, ...] = ()  # the axis of positions by which each pair of a head turns; empty: plain positions
     diffusion: Diffusion | None = None  # then no attention is causal
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from llmc.bundle import GRAPH_CONTRACT_VERSION, Geometry
+from llmc.bundle.model.audio import CONVOLUTIONS
 from llmc.errors import BuildError
 from llmc.optimize.lower import candidates, packing, raising, rotary, types
 from llmc.optimize.lower.context import LoweringContext
@@ -63,7 +64,7 @@ LOWER_NORMS = Step("lower norms", norms.lower_norms, lambda g: len(g.norms))
 FUSE_SILU = Step("fuse SiLU", norms.fuse_silu, lambda g: g.silus)
 LOWER_EMBEDDING = (
     Step("lower embedding", embedding.lower_embedding, lambda g: 1 + (g.per_layer > 0)),
-    Step("lower positions", embedding.lower_positions, lambda g: g.small_tables),
+    Step("lower positions", embedding.lower_positions, lambda g: len(g.small_tables)),
 )
 LOWER_EXPERTS = Step("lower experts", experts.lower_experts, lambda g: len(g.mixtures))
 # Last: what passes made has the type that they gave it, and what the export left has float32.
@@ -120,7 +121,7 @@ PASSES: dict[str, tuple[Step, ...]] = {
         # After rows are packed and heads folded: it puts attentions into branches.
         Step("attend both ways", image_attention.attend_both_ways),
         # After rows are packed: convolutions and recurrences run over each row by itself.
-        Step("inline layer scalars", norms.inline_scalars, lambda g: g.layers * g.layer_scalars),
+        Step("inline scalars", norms.inline_scalars, lambda g: g.scalars),
         Step("lower recurrences", recurrent.lower_recurrences, lambda g: len(g.recurrents)),
         REMOVE_DEAD,
     ),
@@ -137,14 +138,16 @@ PASSES: dict[str, tuple[Step, ...]] = {
         *LOWER_EMBEDDING,
         REMOVE_DEAD,
     ),
-    # A vision tower.
-    "cpu-vision": (
+    # A tower for images or audio.
+    "cpu-tower": (
         RAISE,
-        Step("attend to patches", vision.attend_to_patches, lambda g: g.layers),
-        Step("turn patches", vision.turn_patches, lambda g: 2 * g.layers * vision.turns(g)),
-        Step("lower norms", norms.lower_norms, lambda g: g.vision.norms if g.vision else 0),
+        Step("attend to patches", vision.attend_to_patches, lambda g: g.tower.attentions if g.tower else 0),
+        Step("turn patches", vision.turn_patches, vision.count_turns),
+        Step("lower norms", norms.lower_norms, lambda g: g.tower.norms if g.tower else 0),
         Step("fuse SiLU", norms.fuse_silu, lambda g: sum(it.name.endswith(".gate_proj") for it in g.linears)),
+        Step("inline convolutions", vision.inline_convolutions, vision.count_convolutions),
         Step("store positions", vision.store_positions, lambda g: int(vision.has_table(g))),
+        Step("store kernels", vision.store_kernels, lambda g: CONVOLUTIONS * (g.audio is not None)),
         Step("lower linears", cpu_linears.lower_linears, lambda g: len(g.linears)),
         REMOVE_DEAD,
     ),

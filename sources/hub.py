@@ -39,10 +39,13 @@ _NAME = re.compile(
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 GGUF = ".gguf"
+# Kinds of models that sentence-transformers' file on reading texts was named after.
+_READERS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 # Files beside the weights that an export reads; an adapter's is among them, since an export refuses to leave it out.
 TEXT_FILES = {
     *(CONFIG_FILE, "generation_config.json", *TOKENIZER_FILES, "chat_template.json", ADAPTER_FILE),
-    *("processor_config.json", "preprocessor_config.json", "modules.json", "sentence_bert_config.json"),
+    *("processor_config.json", "preprocessor_config.json", "modules.json"),
+    *(f"sentence_{kind}_config.json" for kind in _READERS),
 }
 _MORE_TEXTS = re.compile(r"additional_chat_templates/[\w.-]+\.jinja|\d+_\w+/config\.json", re.ASCII)
 _MORE_WEIGHTS = re.compile(r"\d+_\w+/model\.safetensors", re.ASCII)  # of sentence-transformers' dense layers

@@ -9,8 +9,8 @@ from llmc.bundle.model.ranges import Count, Index, Width
 
 LATENT_INPUT, LATENT_OUTPUT = "fc1_latent_proj", "fc2_latent_proj"
 
-# ``gelu_tanh`` approximates ``gelu``; ``relu2`` is relu(x)².
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+# ``gelu_tanh`` approximates ``gelu``; ``relu2`` is relu(x)²; ``xielu`` has learned scalars (arXiv 2411.13010).
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "xielu"]
 ExpertActivation = Literal["silu", "gelu_tanh"]
 
 
@@ -33,6 +33,11 @@ class Mlp:
     def silus(self) -> int:
         """Number of SiLU activations."""
         return int(self.activation == "silu")
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """Names of the activation's learned scalars, in the module."""
+        return ("alpha_p", "alpha_n", "beta") if self.activation == "xielu" else ()
 
 
 @dataclass(frozen=True, kw_only=True)

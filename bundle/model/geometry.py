@@ -5,13 +5,23 @@ from functools import cached_property
 from typing import Annotated, Any
 
 from llmc.bundle.model.attention import Attention
+from llmc.bundle.model.audio import Audio
 from llmc.bundle.model.cache import Cache
 from llmc.bundle.model.diffusion import MOST_MASKS, Diffusion
 from llmc.bundle.model.draft_head import HEAD_INPUT, DraftHead
 from llmc.bundle.model.encoder import DENSE, SCORE, Encoder
 from llmc.bundle.model.experts import Experts, Mlp
 from llmc.bundle.model.linear import Codes, Linear
-from llmc.bundle.model.names import EMBEDDING, HEAD, HIDDEN, PER_LAYER, PER_LAYER_PROJECTION
+from llmc.bundle.model.names import (
+    DISTANCES,
+    EMBEDDING,
+    HEAD,
+    HIDDEN,
+    PER_LAYER,
+    PER_LAYER_PROJECTION,
+    POSITIONS,
+    TYPES,
+)
 from llmc.bundle.model.norm import Norm
 from llmc.bundle.model.ranges import Count, Positions, Vocabulary, Width
 from llmc.bundle.model.recurrent import Recurrent
@@ -41,6 +51,7 @@ class Geometry:
     per_layer: Annotated[int, range(1 << 16)] = 0
     layer_scalars: bool = False  # each layer ends with a factor of its own
     vision: Vision | None = None  # images become rows of embeddings in the places of tokens
+    audio: Audio | None = None  # audio does; no model has both
     diffusion: Diffusion | None = None  # the graph asks how many positions of a row its tokens see
     head: DraftHead | None = None  # the decoder takes a row for each token: another model's hidden states and its own
     # Tokens of a text beyond which ropes have other factors (longrope), 0 for never. The graph then asks for the length
@@ -64,22 +75,27 @@ class Geometry:
         head's states; 0 if the graph takes no such rows."""
         if self.head is not None:
             return len(self.head.borders) * self.head.width + self.head.own_width
-        return self.hidden_size * (1 + self.vision.deep) if self.vision else 0
+        return self.hidden_size * (1 + self.tower.deep) if self.tower else 0
+
+    @property
+    def tower(self) -> Vision | Audio | None:
+        """The part that makes such rows of images or audio."""
+        return self.vision or self.audio
 
     @property
     def coordinates(self) -> int:
         """Numbers in the position of a token: 3 if the graph takes positions with rows and columns, else 0."""
-        return self.vision.axes if self.vision else 0
+        return self.tower.axes if self.tower else 0
 
     @property
     def least_chunk(self) -> int:
         """Tokens that a call must have room for."""
-        return self.vision.least_chunk if self.vision else 1
+        return self.tower.least_chunk if self.tower else 1
 
     @property
     def every_linear(self) -> tuple[Linear, ...]:
         """The linears of all graphs: a tower's, then the model's own."""
-        return (*(self.vision.linears if self.vision else ()), *self.linears)
+        return (*(self.tower.linears if self.tower else ()), *self.linears)
 
     @property
     def generates(self) -> bool:
@@ -92,9 +108,14 @@ class Geometry:
         return "decoder" if self.generates else "encoder"
 
     @property
-    def small_tables(self) -> int:
-        """Number of tables that have no row for each token of the vocabulary."""
-        return self.learned_positions + self.takes_types + (self.encoder is not None and self.encoder.biased)
+    def small_tables(self) -> dict[str, tuple[int, int]]:
+        """Shapes of the tables that have no row for each token of the vocabulary."""
+        hidden, encoder = self.hidden_size, self.encoder
+        sizes = {POSITIONS: (self.learned_positions * self.max_positions, hidden)}
+        if encoder is not None:
+            distances = encoder.biased * (2 * self.max_positions - 1)
+            sizes |= {TYPES: (encoder.types, hidden), DISTANCES: (distances, self.most_heads)}
+        return {name: shape for name, shape in sizes.items() if shape[0]}
 
     @property
     def takes_types(self) -> bool:
@@ -141,6 +162,11 @@ class Geometry:
         """The linears and experts whose weights the checkpoint stores as codes."""
         parts: tuple[Linear | Experts, ...] = (*self.linears, *self.mixtures)
         return tuple(part for part in parts if part.codes is not None)
+
+    @property
+    def two_bits(self) -> bool:
+        """True if the checkpoint stores some linear as 2-bit codes."""
+        return any(linear.codes is not None and linear.codes.bits == 2 for linear in self.linears)
 
     @property
     def sensitive(self) -> tuple[str, ...]:
@@ -238,6 +264,11 @@ class Geometry:
         return sum(item.silus for item in self.recurrents) + sum(item.silus for item in self.mlps)
 
     @property
+    def scalars(self) -> int:
+        """Number of factors of layers and learned scalars of activations."""
+        return self.layers * self.layer_scalars + sum(len(item.learned) for item in self.mlps)
+
+    @property
     def most_heads(self) -> int:
         return max((attention.heads for attention in self.attentions), default=0)
 
@@ -272,8 +303,9 @@ class Geometry:
             and all(item.is_sound(self.linear) for item in self.mixtures)
             and self.borrows == (self.head is not None and self.shares)
             and not (self.borrows and (self.writing or self.recurrents))
-            and (self.vision is None or self.vision.is_sound(self.vocab_size))
-            and (self.vision is None or self.vision.deep <= self.layers)
+            and (self.tower is None or self.tower.is_sound(self.vocab_size))
+            and (self.tower is None or self.tower.deep <= self.layers)
+            and (self.vision is None or self.audio is None)
             and (self.diffusion is None or self.diffusion.mask_token_id < self.vocab_size)
         )
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from math import isqrt
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from llmc.bundle.model.linear import Linear
 from llmc.bundle.model.ranges import Count, Positions
@@ -34,6 +34,7 @@ class Markers:
     after: Lines  # after every image
     placeholder: str = ""  # what templates write once for an image, empty if that is the token itself
     before: Lines = ("",)  # before every image
+    line_end: Lines = ("",)  # between the lines of an image's rows
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,16 @@ class Patching:
     least_tiles: Annotated[int, range(1, MOST_TILES)] = 1  # that a large image is cut into
     most_tiles: Annotated[int, range(1, MOST_TILES)] = 1  # 1 if no image is cut
     tolerance: float = 1.0  # an image that is not cut has at most so many times ``most_pixels``
+    kernel: Annotated[int, range(1 << 6)] = 0  # patches per side that convolutions of the tower see, 0 without one
+    longest_edge: Annotated[int, range(1 << 13)] = 0  # pixels; then only larger images are made smaller (Pixtral), or 0
 
 
 @dataclass(frozen=True)
 class Vision:
     """A tower that makes rows of embeddings from images; the rows replace a prompt's image tokens."""
+
+    graph: ClassVar[str] = TOWER  # name of its graph
+    kind: ClassVar[str] = "image"  # of the parts of messages that it reads
 
     tile: Pixels  # per side, whole squares of patches; each square becomes a row
     patch: Pixels  # per side
@@ -86,6 +92,7 @@ class Vision:
     axes: Annotated[int, range(0, 4, 3)] = 0  # of the decoder's positions: 3 if images have rows and columns, else 0
     deep: Annotated[int, range(1 << 8)] = 0  # first layers of the decoder that add a further part of each row
     both_ways: bool = False  # in the decoder the rows of an image see one another, later ones too
+    norms: Annotated[int, range(1 << 16)] = 0  # of the tower
 
     @property
     def square(self) -> int:
@@ -114,10 +121,9 @@ class Vision:
         return self.tokens * (self.most_tiles - 1) + self.most_rows
 
     @property
-    def norms(self) -> int:
-        """Number of norms in the tower: two in each layer, one after them, and those of the linears that make rows."""
-        connector = any(linear.reads == f"{TOWER}.connector_norm" for linear in self.linears)
-        return 2 * self.layers + 1 + self.deep + connector
+    def attentions(self) -> int:
+        """Number of attentions in the tower."""
+        return sum(linear.name.endswith(".self_attn.o_proj") for linear in self.linears)
 
     @property
     def least_chunk(self) -> int:

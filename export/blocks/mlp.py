@@ -5,8 +5,10 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from llmc.bundle.model.experts import Activation
+from llmc.export.blocks.linear import as_float
 from llmc.export.blocks.part import PartModule
 from llmc.export.blocks.scale import Scale
 from llmc.export.parts.mlp import MlpConfig
@@ -29,11 +31,22 @@ class ReLU2(nn.Module):
         return positive * positive
 
 
+class XIELU(nn.Module):
+    """softplus(alpha_p) * x^2 + beta * x above zero; below it (beta + softplus(alpha_n)) * (e^x - 1 - x) + beta * x
+    (arXiv 2411.13010)."""
+
+    def forward(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor) -> Tensor:
+        above, bend = torch.relu(x), beta + functional.softplus(alpha_n)
+        below = x - above
+        return functional.softplus(alpha_p) * above * above + bend * (torch.exp(below) - 1 - below) + beta * x
+
+
 ACTIVATIONS: dict[Activation, Callable[[], nn.Module]] = {
     "silu": SiLU,
     "gelu": nn.GELU,
     "gelu_tanh": partial(nn.GELU, approximate="tanh"),
     "relu2": ReLU2,
+    "xielu": XIELU,
 }
 
 
@@ -47,8 +60,13 @@ class MLP(PartModule):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.config.gated:
-            inner = self.act_fn(self.gate_scale(self.gate_proj(x))) * self.up_proj(x)
+            inner = self._activate(self.gate_scale(self.gate_proj(x))) * self.up_proj(x)
         else:
-            inner = self.act_fn(self.up_proj(x))
+            inner = self._activate(self.up_proj(x))
         down: Tensor = self.scale(self.down_proj(inner))
         return down * torch.sigmoid(self.weight_proj(x)) if self.config.weighed else down
+
+    def _activate(self, x: Tensor) -> Tensor:
+        learned = [as_float(getattr(self, name)) for name in self.config.learned]
+        y: Tensor = self.act_fn(x, *learned)
+        return y

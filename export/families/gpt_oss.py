@@ -25,7 +25,7 @@ def read(keys: Keys) -> DecoderConfig:
         bias=True,
         limit=keys.number("swiglu_limit", 7.0),
         alpha=keys.number("swiglu_alpha", 1.702),
-        transposed=True,
+        transposed="all",
     )
     keys.skip("initial_context_length")  # the rope has it too
     window = keys.sliding_window()

@@ -25,7 +25,8 @@ class ExpertsConfig(Experts, Part):
     scale: float = 1.0  # factor of the experts' sum
     limit: float = 0.0
     alpha: float = 1.0
-    transposed: bool = False  # checkpoints store floats as [experts, inputs, outputs]
+    # Whether checkpoints store stacks of floats as [experts, inputs, outputs]; "some": those of another shape are.
+    transposed: Literal["none", "some", "all"] = "none"
     groups: int = 1  # neighbouring experts form so many groups;
     chosen_groups: int = 1  # experts are chosen from the best of these,
     best: int = 1  # which are compared by the sum of so many best scores

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from llmc.bundle.model.experts import Mlp
 from llmc.bundle.model.linear import Linear
-from llmc.export.parts.site import Part, Site, place
+from llmc.export.parts.site import Part, Shapes, Site, place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,9 @@ class MlpConfig(Mlp, Part):
             site.write("down_proj", self.inner, self.bias, producer),
             *([site.read("weight_proj", 1, exact=True)] if self.weighed else []),
         ]
+
+    def list_shapes(self, hidden: int) -> Shapes:
+        return dict.fromkeys(self.learned, (1,))
 
     def entry(self, site: Site) -> Mlp:
         """The inventory's entry."""

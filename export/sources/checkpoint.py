@@ -1,5 +1,6 @@
 """Read a Hugging Face folder or a GGUF file: its config, and where each of the decoder's tensors is stored."""
 
+import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,8 +28,8 @@ from llmc.export.sources.packing import unpack_weights
 from llmc.export.sources.parameters import Tensors, decoder_tensors, explain_shape
 from llmc.export.sources.quantization import add_modelopt, read_quantization
 from llmc.export.sources.safetensors import DTYPE_NAMES, FLOATS, StoredTensor, read_shards
-from llmc.export.sources.tokens import cut_tokenizer
-from llmc.export.sources.towers import read_image_steps, read_tower
+from llmc.export.sources.tokens import cut_tokenizer, lower
+from llmc.export.sources.towers import read_media_steps, read_tower
 from llmc.ggml import LAYOUTS
 from llmc.origin import find_own_file, fingerprint, read_origin
 
@@ -138,11 +139,11 @@ def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: b
     ending = read_ending(folder, values)
     keys = Keys(keep_text_part(values) if text_only or ending else values, str(folder / CONFIG_FILE))
     quantization = read_quantization(keys)
-    config = read_image_steps(folder, read_config(keys))
+    config = read_media_steps(folder, read_config(keys))
     if ending is None and (ending := default_ending(folder, values, config)):
         keys.note("without modules.json the vectors are the mean of all tokens, as sentence-transformers has it")
     adapters = [read_adapter(adapter, scale, folder, values) for adapter, scale in named]
-    texts, cut = _read_tokenizer(folder, config.vocab_size)
+    texts, cut = _read_tokenizer(folder, config.vocab_size, lowers=ending is not None and ending.lowers)
     path = folder / GENERATION_FILE
     defaults = read_object(folder, path.name) or {}
     generation, left_out = _read_generation(defaults, path, config)
@@ -183,8 +184,8 @@ def _refuse_adapter(folder: Path) -> None:
     raise CheckpointError(f"{folder} is an adapter ({ADAPTER_FILE}), not a whole model; {merged}")
 
 
-def _read_tokenizer(folder: Path, vocab_size: int) -> tuple[dict[str, str], list[str]]:
-    """Check the tokenizer's files; return the results of :func:`cut_tokenizer`."""
+def _read_tokenizer(folder: Path, vocab_size: int, *, lowers: bool) -> tuple[dict[str, str], list[str]]:
+    """Check the tokenizer's files; return the results of :func:`cut_tokenizer`. ``lowers``: make letters small."""
     if find_own_file(folder, bundle.TOKENIZER_FILE) is None:
         raise CheckpointError(
             f"{folder}: no {bundle.TOKENIZER_FILE} here, which the runtime needs; make it from what is here: "
@@ -192,7 +193,12 @@ def _read_tokenizer(folder: Path, vocab_size: int) -> tuple[dict[str, str], list
             f".save_pretrained('{folder}')\""
         )
     names = [name for name in bundle.TOKENIZER_FILES if name.endswith(".json") and find_own_file(folder, name)]
-    return cut_tokenizer(str(folder), {name: require_object(folder, name) for name in names}, vocab_size)
+    files = {name: require_object(folder, name) for name in names}
+    texts, notes = cut_tokenizer(str(folder), files, vocab_size)
+    if lowers:
+        content = json.loads(texts[bundle.TOKENIZER_FILE]) if texts else files[bundle.TOKENIZER_FILE]
+        texts = {**texts, bundle.TOKENIZER_FILE: json.dumps(lower(content), ensure_ascii=False)}
+    return texts, notes
 
 
 def match_tensors(folder: Path, config: DecoderConfig, stored: Tensors) -> Tensors:

@@ -28,7 +28,10 @@ from llmc.export.sources.tokens import CONFIG_FILE as TOKENIZER_CONFIG
 from llmc.origin import find_own_file
 
 MODULES_FILE = "modules.json"
-TEXT_FILE, MODEL_FILE = "sentence_bert_config.json", "config_sentence_transformers.json"
+MODEL_FILE = "config_sentence_transformers.json"
+# How texts are read, in the file that is there; the first one is today's.
+KINDS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+TEXT_FILES = tuple(f"sentence_{kind}_config.json" for kind in KINDS)
 POOLINGS: dict[str, Pooling] = {"cls": "first", "lasttoken": "last", "mean": "mean"}
 # The same in files of versions before 6: one flag per mode.
 FLAGS = {
@@ -57,11 +60,12 @@ MOST_MODULES = 16
 
 @dataclass(frozen=True)
 class Ending:
-    """The modules after an encoder's layers, its longest text in tokens (0: unknown), and the dense layers' folders."""
+    """The modules after an encoder's layers."""
 
     encoder: EncoderConfig
-    longest: int
-    dense_folders: tuple[str, ...]
+    longest: int = 0  # tokens of a text at most, 0 if unknown
+    dense_folders: tuple[str, ...] = ()
+    lowers: bool = False  # letters are made small before all else
 
 
 def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
@@ -73,7 +77,7 @@ def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
         modules = {"Transformer": [""]}
     if modules is None:
         return None
-    longest, template = _texts(folder)
+    longest, template, lowers = _texts(folder)
     kinds = [kind for kind in modules if kind != "Transformer"]
     if kinds == ["LogitScore"] and not classifies:
         encoder = _logit_score(folder, modules["LogitScore"][0], _sigmoid(folder, config), template)
@@ -94,14 +98,14 @@ def read_ending(folder: Path, config: Mapping[str, Any]) -> Ending | None:
             f"{how}, is unsupported; expected Pooling, Dense and Normalize after a decoder that reads plain text, "
             "LogitScore after a causal one, or only a ForSequenceClassification"
         )
-    return Ending(encoder, longest, tuple(modules.get("Dense", ())))
+    return Ending(encoder, longest, tuple(modules.get("Dense", ())), lowers)
 
 
 def default_ending(folder: Path, values: Mapping[str, Any], config: DecoderConfig) -> Ending | None:
     """The ending of a checkpoint without ``modules.json``: sentence-transformers' own of an encoder, else None."""
     architecture = _architecture(values)
     if config.classifier is not None:
-        return Ending(EncoderConfig(result="embeddings", pooling="mean"), 0, ())
+        return Ending(EncoderConfig(result="embeddings", pooling="mean"))
     if config.diffusion is None and architecture.endswith("Model") and not architecture.endswith("LMHeadModel"):
         raise CheckpointError(
             f"{folder / CONFIG_FILE}: {architecture:.80} has no head, and there is no {MODULES_FILE} to define its "
@@ -254,15 +258,16 @@ def _read_modules(folder: Path) -> dict[str, list[str]] | None:
     return folders
 
 
-def _texts(folder: Path) -> tuple[int, bool]:
-    """The longest text in tokens (0 if unknown), and True if texts go through the chat template."""
-    values = read_object(folder, TEXT_FILE)
+def _texts(folder: Path) -> tuple[int, bool, bool]:
+    """The longest text in tokens (0 if unknown), whether texts go through the chat template, and are lowered."""
+    found = ((name, values) for name in TEXT_FILES if (values := read_object(folder, name)))
+    name, values = next(found, ("", None))
     if values is None:
-        return 0, False
-    keys = Keys(values, str(folder / TEXT_FILE))
+        return 0, False, False
+    keys = Keys(values, str(folder / name))
     keys.skip("module_output_name", "unpad_inputs")
     keys.choice("transformer_task", ("feature-extraction", "sequence-classification", "text-generation"), TASK)
-    keys.fixed("do_lower_case", False, ", since tokenizer.json decides about case")
+    lowers = keys.flag("do_lower_case")
     longest = keys.optional_integer("max_seq_length") or 0
     modality = keys.raw("modality_config") or {}
     message = modality.get("message") if isinstance(modality, dict) else None
@@ -271,7 +276,7 @@ def _texts(folder: Path) -> tuple[int, bool]:
     if message is not None and (not isinstance(message, dict) or message.get("format", "flat") != "flat"):
         raise keys.error("modality_config", modality, "messages of the flat format")
     keys.finish()
-    return longest, message is not None
+    return longest, message is not None, lowers
 
 
 def _read_encoder(folder: Path, modules: Mapping[str, list[str]]) -> EncoderConfig:

@@ -46,9 +46,7 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
             parts = {name: shapes[name] for name in names}
             unpacked = _unpack_parameters(folder, config, packed, tensors[packed], parts)
             parameters |= dict(zip(names, unpacked, strict=True))
-    for name in _list_transposed_stacks(config) & tensors.keys():
-        if isinstance(tensors[name], Mxfp4Tensor):
-            continue
+    for name in _list_transposed_stacks(config, renamed):
         shape = tensors[name].shape
         turn = partial(np.swapaxes, axis1=1, axis2=2)
         parameters[name] = make_view(folder, tensors[name], turn, (*shape[:1], *shape[:0:-1]))
@@ -58,6 +56,7 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
         parameters |= _convert_recurrent(folder, config, item, tensors)
     for attention in config.geometry.attentions:
         _convert_head_norms(folder, attention, shapes, parameters)
+    parameters |= _widen_scalars(tensors, shapes)
     for name in _list_norms_of_ones(config, shapes):
         parameters[name] = MadeTensor("F32", shapes[name], partial(_filled, 1.0, shapes[name]))
     plain = {name for name, tensor in tensors.items() if not isinstance(tensor, QuantizedTensor)}
@@ -90,6 +89,12 @@ def _list_norms_of_ones(config: DecoderConfig, shapes: Mapping[str, tuple[int, .
     ]
     grouped = [f"{item.name}.norm.weight" for item in config.geometry.recurrents if f"{item.name}.norm_scale" in shapes]
     return [name for name in (*values, *grouped) if name in shapes]
+
+
+def _widen_scalars(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+    """Stored scalars as vectors of one value, where the decoder has such a vector."""
+    scalars = {name: it for name, it in tensors.items() if isinstance(it, StoredTensor) and it.shape == ()}
+    return {name: replace(it, shape=(1,)) for name, it in scalars.items() if shapes.get(name) == (1,)}
 
 
 def _filled(value: float, shape: tuple[int, ...]) -> Iterator[Array]:
@@ -135,10 +140,15 @@ def list_offset_norms(config: DecoderConfig) -> set[str]:
     return {f"{name}.weight" for name in listed} if config.norm.offset else set()
 
 
-def _list_transposed_stacks(config: DecoderConfig) -> set[str]:
+def _list_transposed_stacks(config: DecoderConfig, stored: Tensors) -> Iterator[str]:
     """Names of all experts' weights that the checkpoint stores as [experts, inputs, outputs]."""
-    turned = {index for index, layer in enumerate(config.layers) if layer.experts and layer.experts.transposed}
-    return {f"{part.name}.weight" for item in config.geometry.mixtures if item.layer in turned for part in item.parts}
+    for item in config.geometry.mixtures:
+        experts = config.layers[item.layer].experts
+        assert experts is not None
+        for part in item.parts if experts.transposed != "none" else ():
+            stack, rows = stored.get(f"{part.name}.weight"), (item.count, part.outputs, part.inputs)
+            if stack and not isinstance(stack, Mxfp4Tensor) and (experts.transposed == "all" or stack.shape != rows):
+                yield f"{part.name}.weight"
 
 
 def explain_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
@@ -176,7 +186,9 @@ def _stack_experts(folder: Path, config: DecoderConfig, tensors: Tensors) -> Ten
         experts = config.layers[item.layer].experts
         assert experts is not None
         halves = [f"{item.name}.{part}_proj.weight" for part in ("gate", "up")]
-        if tensors.keys() >= {*halves}:
+        if experts.squared and halves[1] in tensors:
+            stacked[halves[0]] = _steepen(folder, tensors[halves[1]])
+        if stacked.keys() >= {*halves}:
             name, shape = f"{item.name}.gate_up_proj.weight", (item.count, 2 * item.inner, item.width)
             stacked[name] = _join(folder, stacked.pop(halves[0]), stacked.pop(halves[1]), shape)
             continue
@@ -194,7 +206,7 @@ def _stack_experts(folder: Path, config: DecoderConfig, tensors: Tensors) -> Ten
                 raise CheckpointError(f"{folder}: the experts of {item.name} have several dtypes; expected one for all")
             coded = [weight for weight in parts if isinstance(weight, QuantizedTensor)]
             if names == first and experts.squared:
-                coded[::2] = [replace(gate, scales=partial(_steepen, gate.scales)) for gate in coded[::2]]
+                coded[::2] = [_steepen_codes(gate) for gate in coded[::2]]
             floats = [weight for weight in parts if isinstance(weight, StoredTensor | MadeTensor)]
             stacked = {name: tensor for name, tensor in stacked.items() if name not in expert_names}
             shape = (item.count, part.outputs, part.inputs)
@@ -215,6 +227,8 @@ def _join(folder: Path, gate: Weight, up: Weight, shape: tuple[int, ...]) -> Wei
         raise CheckpointError(f"{folder}: {explain_shape('gate or up of experts', gate.shape, half)}")
     if isinstance(gate, GgmlTensor) and isinstance(up, GgmlTensor):
         return join_stacks(gate, up)
+    if isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor):
+        return _join_codes(folder, gate, up)
     assert isinstance(gate, StoredTensor | MadeTensor) and isinstance(up, StoredTensor | MadeTensor)
 
     def pieces() -> Iterator[Array]:
@@ -222,6 +236,24 @@ def _join(folder: Path, gate: Weight, up: Weight, shape: tuple[int, ...]) -> Wei
             yield np.concatenate(both)[None]
 
     return MadeTensor(gate.dtype, shape, pieces)
+
+
+def _join_codes(folder: Path, gate: QuantizedTensor, up: QuantizedTensor) -> QuantizedTensor:
+    """As :func:`_join`, of codes that come an expert at a time."""
+    rows, columns = gate.codes.shape
+
+    def pieces() -> Iterator[Array]:
+        for both in zip(read_pieces(folder, gate.codes), read_pieces(folder, up.codes), strict=True):
+            yield np.concatenate(both)
+
+    def joined(parts: Sequence[Callable[[], NDArray[np.float32]]]) -> NDArray[np.float32]:
+        both = [read().reshape(gate.stacked, rows // gate.stacked, -1) for read in parts]
+        return np.concatenate(both, 1).reshape(2 * rows, -1)
+
+    offsets = [it.offsets for it in (gate, up) if it.offsets is not None]
+    codes = MadeTensor(gate.dtype, (2 * rows, columns), pieces)
+    scales = partial(joined, [it.scales for it in (gate, up)])
+    return replace(gate, codes=codes, scales=scales, offsets=partial(joined, offsets) if offsets else None)
 
 
 def _read_rows(folder: Path, tensor: StoredTensor | MadeTensor) -> Iterator[Array]:
@@ -286,9 +318,20 @@ def _read_all(
             yield (matrix * STEEP).astype(matrix.dtype) if is_gate else matrix
 
 
-def _steepen(scales: Callable[[], NDArray[np.float32]]) -> NDArray[np.float32]:
-    steep: NDArray[np.float32] = scales() * np.float32(STEEP)
-    return steep
+def _steepen(folder: Path, tensor: Weight) -> Weight:
+    """Experts' weights times STEEP, of the same type."""
+    if isinstance(tensor, QuantizedTensor):
+        return _steepen_codes(tensor)
+    dtype = array_type(tensor.dtype)
+    return make_view(folder, tensor, lambda whole: (whole * STEEP).astype(dtype), tensor.shape)
+
+
+def _steepen_codes(tensor: QuantizedTensor) -> QuantizedTensor:
+    def times(read: Callable[[], NDArray[np.float32]]) -> NDArray[np.float32]:
+        return np.asarray(read() * np.float32(STEEP), np.float32)
+
+    offsets = None if tensor.offsets is None else partial(times, tensor.offsets)
+    return replace(tensor, scales=partial(times, tensor.scales), offsets=offsets)
 
 
 def _map(folder: Path, tensor: StoredTensor) -> Array:

@@ -49,6 +49,13 @@ def _cut(where: str, files: Mapping[str, dict[str, Any]], rows: int) -> tuple[di
     return texts, [f"{TOKENIZER_FILE}: the model has {rows} rows and none for {few}{more}, which stay plain text"]
 
 
+def lower(content: dict[str, Any]) -> dict[str, Any]:
+    """A ``tokenizer.json`` that makes letters small before it does anything else."""
+    own = content.get("normalizer")
+    steps = [{"type": "Lowercase"}, *([own] if own is not None else [])]
+    return {**content, "normalizer": {"type": "Sequence", "normalizers": steps}}
+
+
 def read_tokens(where: str, content: dict[str, Any]) -> Iterator[tuple[int, str]]:
     """Id and text of every token of a ``tokenizer.json``; Unigram's vocabulary is a list."""
     try:

@@ -6,6 +6,7 @@ from typing import Any
 from llmc.bundle.model.vision import MOST_TILES, Channels, Filter, Markers, Patching, Tiling, Vision
 from llmc.errors import CheckpointError
 from llmc.export.keys import Keys
+from llmc.export.vision.llama import LlamaTowerConfig
 from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
 
 PROCESSOR_FILE, IMAGES_FILE = "processor_config.json", "preprocessor_config.json"
@@ -37,6 +38,9 @@ NAFLEX_MARKERS = Markers(
     single=("",),
     after=("<|image_end|>",),
 )
+# Pixtral's processor.
+LINES_KINDS = tuple(f"PixtralImageProcessor{form}" for form in FORMS)
+LINES_MARKERS = Markers(*("[IMG]", ("",), ("",), ("",), ("",), ("[IMG_END]",)), line_end=("[IMG_BREAK]",))
 UNREAD = ("crop_size", "default_to_square", "device", "disable_grouping", "max_num_patches", "return_tensors", "size")
 # Gemma 3's processor.
 SOFT_KINDS = tuple(f"Gemma3ImageProcessor{form}" for form in FORMS)
@@ -67,6 +71,8 @@ def read_vision(
             f"{folder}: no {IMAGES_FILE}, which describes how to prepare images for the tower; get it, or export only "
             "the text part with --text-only"
         )
+    if isinstance(tower, LlamaTowerConfig) and tower.lines:
+        return _read_lines(outer, inner, tower)
     if isinstance(tower, PatchTowerConfig):
         outer.finish()
         return _read_patching(inner, tower)
@@ -82,11 +88,18 @@ def read_vision(
         *(tower.tile, tower.patch, tower.tokens, tower.token_id, tiling),
         *(SOFT_MARKERS if pools else MARKERS, tower.layers, tower.linears),
         both_ways=pools,
+        norms=count_norms(tower),
     )
     if vision.most_tiles > MOST_TILES:
         most = f"a longest_edge that cuts an image into at most {MOST_TILES} tiles of {tower.tile} pixels"
         raise inner.error("size", tiling.longest_edge, most)
     return vision
+
+
+def count_norms(tower: TowerConfig | PatchTowerConfig) -> int:
+    """Number of norms of a tower: each has one vector called ``weight``, and nothing else has."""
+    shapes = tower.parameter_shapes.items()
+    return sum(len(shape) == 1 and name.endswith(".weight") for name, shape in shapes)
 
 
 def _read_tiling(keys: Keys, tower: TowerConfig) -> Tiling:
@@ -154,6 +167,39 @@ def _read_naflex(outer: Keys, keys: Keys, tower: TowerConfig) -> Vision:
     return Vision(
         *(tile, tower.patch, (tile // square) ** 2, tower.token_id, None),
         *(NAFLEX_MARKERS, tower.layers, tower.linears, patching),
+        norms=count_norms(tower),
+    )
+
+
+def _read_lines(outer: Keys, keys: Keys, tower: LlamaTowerConfig) -> Vision:
+    """Pixtral's settings; defaults are transformers'. The size of patches is that of the outer file."""
+    for name, text in (
+        ("image_token", LINES_MARKERS.image),
+        ("image_break_token", LINES_MARKERS.line_end[0]),
+        ("image_end_token", LINES_MARKERS.after[0]),
+    ):
+        outer.fixed(name, text, ", as it is published")
+    for name, default, own in (("patch_size", 16, tower.patch), ("spatial_merge_size", 1, tower.merged)):
+        if (stated := outer.integer(name, default)) != own:
+            raise outer.error(name, stated, f"{own}, as config.json has it")
+    outer.finish()
+    _check_steps(keys, LINES_KINDS)
+    keys.skip("patch_size", *(name for name in UNREAD if name != "size"))
+    keys.fixed("do_center_crop", False, ", as it is published")
+    longest, square = _read_edge(keys, "size"), tower.patch * tower.merged
+    patching = Patching(
+        least_pixels=1,
+        most_pixels=(-(-longest // square) * square) ** 2,
+        **_read_values(keys, "bicubic"),
+        frames=1,
+        window=0,
+        places=0,
+        longest_edge=longest,
+    )
+    keys.finish()
+    return Vision(
+        *(square, tower.patch, 1, tower.token_id, None, LINES_MARKERS, tower.layers, tower.linears, patching),
+        norms=count_norms(tower),
     )
 
 
@@ -174,6 +220,7 @@ def _read_patching(keys: Keys, tower: PatchTowerConfig) -> Vision:
         frames=tower.frames,
         window=tower.window,
         places=tower.places,
+        kernel=tower.kernel,
     )
     keys.finish()
     if patching.least_pixels > patching.most_pixels:
@@ -188,8 +235,9 @@ def _read_patching(keys: Keys, tower: PatchTowerConfig) -> Vision:
         layers=tower.layers,
         linears=tower.linears,
         patching=patching,
-        axes=3,
+        axes=tower.axes,
         deep=len(tower.deep),
+        norms=count_norms(tower),
     )
 
 

@@ -5,7 +5,7 @@ from math import isqrt
 
 from llmc.bundle.model.norm import NormKind
 from llmc.export.keys import Keys
-from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
+from llmc.export.vision.shapes import THETA, PatchTowerConfig, TowerConfig
 
 # transformers' names of the parts of a SigLIP.
 SIGLIP = (
@@ -87,6 +87,17 @@ QWEN_TOWER = (
 )
 
 
+def read_axial_rope(keys: Keys, default: float) -> float:
+    """Base of a rope by rows and columns."""
+    if keys.raw("rope_parameters") is None:
+        return default
+    rope = keys.inside("rope_parameters")
+    rope.choice("rope_type", ("axial", "default"), "axial")
+    theta = rope.number("rope_theta", default)
+    rope.finish()
+    return theta
+
+
 def read_qwen_tower(
     outer: Keys,
     keys: Keys,
@@ -110,11 +121,8 @@ def read_qwen_tower(
     keys.skip("in_chans", "spatial_patch_size")  # of Qwen2-VL, which Qwen2.5-VL repeats
     keys.fixed("in_channels", 3, ", for red, green and blue")
     keys.choice("hidden_act", (activation,), activation)
-    if keys.raw("rope_parameters") is not None:
-        rope = keys.inside("rope_parameters")
-        rope.choice("rope_type", ("axial",), "axial")
-        rope.fixed("rope_theta", 10_000)
-        rope.finish()
+    if (theta := read_axial_rope(keys, THETA)) != THETA:
+        raise keys.inside("rope_parameters").error("rope_theta", theta, f"{THETA:g}")
     patch, merged = keys.integer("patch_size", default_patch), keys.integer("spatial_merge_size", 2)
     tower = PatchTowerConfig(
         patch=patch,

@@ -14,13 +14,13 @@ from llmc.export.blocks.norm import Norm
 from llmc.export.blocks.rope import RotaryEmbedding, inverse_frequencies
 from llmc.export.parts.mlp import MlpConfig
 from llmc.export.parts.norm import NormConfig
-from llmc.export.parts.rope import Rope
 from llmc.export.parts.site import Site
+from llmc.export.vision.llama import LlamaTowerConfig
+from llmc.export.vision.llama_tower import LlamaTower
 from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
 
-# Epsilon of all norms, and base of the rotary embedding, of towers over whole images.
-# Source: transformers, qwen2_5_vl and qwen3_vl.
-EPS, THETA = 1e-6, 10_000.0
+# Epsilon of all norms of towers over whole images. Source: transformers, qwen2_5_vl and qwen3_vl.
+EPS = 1e-6
 
 
 class PatchEmbedding(Linear):
@@ -168,7 +168,7 @@ class Tower(nn.Module):
         norm = NormConfig(config.eps, "layer", bias=True)
         self.patch_embedding = PatchEmbedding(config.patch, config.width)
         self.position_embedding = PositionTable(config.side**2, config.width)
-        self.layers = _make_layers(config, norm)
+        self.layers = make_layers(config.layers, config.width, config.heads, config.inner, "gelu_tanh", norm)
         self.norm = Norm(config.width, norm)
         pools = config.projector == "pool"
         self.merge = (PoolPatches if pools else MergePatches)(config.side, config.merged)
@@ -184,10 +184,13 @@ class Tower(nn.Module):
         return rows
 
 
-def _make_layers(config: TowerConfig, norm: NormConfig) -> nn.ModuleList:
-    mlp = MlpConfig(inner=config.inner, activation="gelu_tanh", gated=False, bias=True)
-    attentions = (PatchAttention(config.width, config.heads) for _ in range(config.layers))
-    return nn.ModuleList(TowerLayer(attention, mlp, config.width, norm) for attention in attentions)
+def make_layers(
+    layers: int, width: int, heads: int, inner: int, activation: Activation, norm: NormConfig
+) -> nn.ModuleList:
+    """The layers of a transformer without gates, as :func:`llmc.export.vision.shapes.list_layers` lists them."""
+    mlp = MlpConfig(inner=inner, activation=activation, gated=False, bias=True)
+    attentions = (PatchAttention(width, heads) for _ in range(layers))
+    return nn.ModuleList(TowerLayer(attention, mlp, width, norm) for attention in attentions)
 
 
 class GridTower(nn.Module):
@@ -198,7 +201,7 @@ class GridTower(nn.Module):
         norm, self.wide = NormConfig(config.eps, "layer", bias=True), config.width * config.merged**2
         self.patch_embedding = Linear(3 * config.patch**2, config.width, bias=True)
         self.position_embedding = PlaceTable(config.side**2, config.width)
-        self.layers = _make_layers(config, norm)
+        self.layers = make_layers(config.layers, config.width, config.heads, config.inner, "gelu_tanh", norm)
         self.norm = Norm(config.width, norm)
         self.connector_norm = Norm(self.wide, NormConfig(1e-5, "layer", bias=True)) if config.projector_norm else None
         self.connector_hidden = Linear(self.wide, config.projector_inner, bias=config.projector_bias)
@@ -227,7 +230,7 @@ class PatchTower(nn.Module):
         pixels = 3 * config.frames * config.patch**2
         self.patch_embedding = Linear(pixels, config.width, bias=config.embedding_bias)
         self.position_embedding = PlaceTable(config.places**2, config.width) if config.places else None
-        self.rotary_emb = RotaryEmbedding(inverse_frequencies(make_rope(config)))
+        self.rotary_emb = RotaryEmbedding(inverse_frequencies(config.rope))
         activation: Activation = "silu" if config.gated else "gelu_tanh"
         mlp = MlpConfig(inner=config.inner, activation=activation, gated=config.gated, bias=True)
         windowed = [config.window > 0 and index not in config.whole for index in range(config.layers)]
@@ -260,7 +263,9 @@ class Root(nn.Module):
     def __init__(self, config: TowerConfig | PatchTowerConfig) -> None:
         super().__init__()
         self.vision: nn.Module
-        if isinstance(config, PatchTowerConfig):
+        if isinstance(config, LlamaTowerConfig):
+            self.vision = LlamaTower(config)
+        elif isinstance(config, PatchTowerConfig):
             self.vision = PatchTower(config)
         else:
             self.vision = (GridTower if config.projector == "mlp" else Tower)(config)
@@ -268,8 +273,3 @@ class Root(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         rows: Tensor = self.vision(*inputs)
         return rows
-
-
-def make_rope(config: PatchTowerConfig) -> Rope:
-    """Half of a head's pairs turn by the row of a patch, the others as fast by its column."""
-    return Rope(config.width // config.heads // 2, THETA)

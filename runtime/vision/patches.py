@@ -1,4 +1,4 @@
-"""Cut images of any shape into tiles and patches, as transformers' processors of Qwen's models and LFM2-VL do.
+"""Cut images of any shape into tiles and patches, as transformers' processors of Qwen's models, LFM2-VL and Pixtral do.
 
 LFM2-VL's processor resizes with torchvision: some pixels differ by 1 of 255 from Pillow's, which are used here.
 """
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llmc.bundle.model.vision import Patching, Vision
 from llmc.errors import require
-from llmc.runtime.vision.tiles import Tiles, by_channel, cut_cells, normalize
+from llmc.runtime.vision.tiles import Tiles, by_channel, ceil, cut_cells, normalize
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -31,6 +31,10 @@ def cut_patches(image: "Image", vision: Vision, patching: Patching) -> Tiles:
 
 def _find_size(width: int, height: int, square: int, patching: Patching) -> tuple[int, int]:
     """Width and height in whole squares; their product is within the bounds unless the image is too long for them."""
+    if patching.longest_edge:
+        ratio = max(width, height) / patching.longest_edge
+        size = [max(1, math.floor(side / ratio)) if ratio > 1 else side for side in (width, height)]
+        return ceil(size[0], square), ceil(size[1], square)
     # Qwen's processor rounds a short side to 0, which is too few pixels; LFM2-VL's rounds it to one square.
     size = [max(int(patching.naflex), round(side / square)) * square for side in (width, height)]
     if math.prod(size) > patching.most_pixels:
@@ -61,7 +65,8 @@ def make_feeds(tile: NDArray[np.uint8], vision: Vision) -> dict[str, NDArray[Any
     to each other. With learned positions for grids of any shape: ``corners`` int64 [C, P], the table entries that each
     patch combines, and ``corner_weights`` float32 [C, P]. With rotary heads: ``positions`` int64 [P, 2], rows and
     columns. If some layers attend within windows of L patches: ``windows`` int64 [W, L], padded with -1, and
-    ``window_places`` int64 [P].
+    ``window_places`` int64 [P]. If some layers convolve K x K patches: ``neighbors`` int64 [K * K, P], -1 beyond the
+    image.
     """
     values = normalize(tile[None], vision.steps)
     if (patching := vision.patching) is None:
@@ -81,7 +86,17 @@ def make_feeds(tile: NDArray[np.uint8], vision: Vision) -> dict[str, NDArray[Any
         feeds |= _stretch(positions, sizes, patching)
     if patching.window:
         feeds |= _list_windows(rows, columns, patching.window, merged**2)
+    if patching.kernel:
+        feeds["neighbors"] = _list_neighbors(positions, sizes, patching.kernel)
     return feeds
+
+
+def _list_neighbors(positions: NDArray[np.int64], sizes: tuple[int, int], kernel: int) -> NDArray[np.int64]:
+    """Patches around each patch, int64 [kernel * kernel, P], row by row; -1 beyond the image."""
+    numbers = np.full([side + kernel - 1 for side in sizes], -1)
+    rows, columns = positions.T
+    numbers[rows + kernel // 2, columns + kernel // 2] = np.arange(len(positions))
+    return np.stack([numbers[rows + row, columns + column] for row in range(kernel) for column in range(kernel)])
 
 
 def _stretch(positions: NDArray[np.int64], sizes: tuple[int, int], patching: Patching) -> dict[str, NDArray[Any]]:

@@ -74,7 +74,9 @@ def count_rows(tiles: Tiles, vision: Vision) -> int:
 def write_markers(tiles: Tiles, vision: Vision) -> str:
     """The text of an image in a prompt: one image token per embedding row, between markers."""
     markers = vision.markers
-    *cells, whole = (markers.image * math.prod(vision.grid(*tile.shape[1:])) for tile in tiles.pixels)
+    grids = (vision.grid(*tile.shape[1:]) for tile in tiles.pixels)
+    line_end = "\n".join(markers.line_end)
+    *cells, whole = (line_end.join([markers.image * columns] * rows) for rows, columns in grids)
     before, after, row_end = ("\n".join(lines) for lines in (markers.before, markers.after, markers.row_end))
     tile, columns = "\n".join(markers.tile), tiles.columns
     for number, image in enumerate(cells):
@@ -98,13 +100,14 @@ def _find_multiples(width: int, height: int, side: int) -> tuple[int, int]:
     """Width and height rounded up to multiples of ``side``; the shorter one keeps the ratio first."""
     ratio = width / height
     if width >= height:
-        width = _ceil(width, side)
-        return width, _ceil(int(width / ratio), side)
-    height = _ceil(height, side)
-    return _ceil(int(height * ratio), side), height
+        width = ceil(width, side)
+        return width, ceil(int(width / ratio), side)
+    height = ceil(height, side)
+    return ceil(int(height * ratio), side), height
 
 
-def _ceil(value: int, side: int) -> int:
+def ceil(value: int, side: int) -> int:
+    """``value`` rounded up to a multiple of ``side``."""
     return -(-value // side) * side
 
 

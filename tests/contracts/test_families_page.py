@@ -21,6 +21,7 @@ from llmc.optimize.targets import TARGETS
 RUN, BUILT, REFUSED = "●", "○", "no"
 # Families with layers that are lowered for CPUs alone.
 ON_CPUS = {
+    "apertus",
     "qwen3_5",
     "qwen3_5_text",
     "lfm2",

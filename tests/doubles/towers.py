@@ -192,6 +192,63 @@ QWEN_IMAGES = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "processor_class": "Qwen2_5_VLProcessor",
 }
+# LFM3-VL, with Qwen's processor.
+LFM3_CONFIG = {
+    "text_config": {
+        **QWEN_TEXT,
+        "model_type": "lfm3",
+        "layer_types": ["conv", "sliding_attention", "full_attention"],
+        "head_dim": 16,
+        "sliding_window": 12,
+        "pad_token_id": 0,
+    },
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "patch_size": PATCH,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+    },
+    "projector_hidden_size": 40,
+}
+# Mistral 3 with Pixtral's tower. As Mistral Small 3.1 is published, for smaller images.
+MISTRAL_CONFIG = {
+    "text_config": {**QWEN_TEXT, "model_type": "mistral", "head_dim": 16, "sliding_window": None, "rms_norm_eps": 1e-3},
+    "vision_config": {
+        "model_type": "pixtral",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "image_size": 64,
+        "patch_size": PATCH,
+        "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+    },
+    "image_token_index": 4096,
+    "multimodal_projector_bias": True,
+}
+MISTRAL_MARKERS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]", "[INST]")
+MISTRAL_IMAGES = {
+    **dict.fromkeys(("do_convert_rgb", "do_normalize", "do_rescale", "do_resize"), True),
+    **{name: QWEN_IMAGES[name] for name in ("image_mean", "image_std")},
+    "image_processor_type": "PixtralImageProcessor",
+    "patch_size": {"height": PATCH, "width": PATCH},
+    "processor_class": "PixtralProcessor",
+    "resample": 3,
+    "rescale_factor": 0.00392156862745098,
+    "size": {"longest_edge": 70},
+}
+MISTRAL_PROCESSOR = {
+    **dict(zip(("image_token", "image_break_token", "image_end_token"), MISTRAL_MARKERS, strict=False)),
+    "patch_size": PATCH,
+    "processor_class": "PixtralProcessor",
+    "spatial_merge_size": 2,
+}
 QWEN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}:"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -217,6 +274,7 @@ class Family:
 
 SMOLVLM = Family(CONFIG, IMAGES, PROCESSOR, (*MARKERS, *PLACES))
 GEMMA_TEMPLATE = TEMPLATE.replace("<image>", "<start_of_image>")
+MISTRAL_TEMPLATE = TEMPLATE.replace("<image>", "[IMG]")
 FAMILIES = {
     "smolvlm": SMOLVLM,
     "idefics3": SMOLVLM,
@@ -226,8 +284,11 @@ FAMILIES = {
     "lfm2_vl": Family(LFM2_CONFIG, LFM2_IMAGES, LFM2_PROCESSOR, (*LFM2_MARKERS, *LFM2_PLACES), 16, 1),
     **{
         kind: Family({**config, **PLACE_TOKENS}, QWEN_IMAGES, {}, QWEN_MARKERS, template=QWEN_TEMPLATE)
-        for kind, config in QWEN.items()
+        for kind, config in {**QWEN, "lfm3_vl": LFM3_CONFIG}.items()
     },
+    "mistral3": Family(
+        MISTRAL_CONFIG, MISTRAL_IMAGES, MISTRAL_PROCESSOR, MISTRAL_MARKERS, 1, template=MISTRAL_TEMPLATE
+    ),
 }
 
 
@@ -287,8 +348,10 @@ def read_processor(folder: Path, kind: str) -> Any:
     from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-    if kind in QWEN:
-        return QwenProcessor(folder)
+    if kind in (*QWEN, "lfm3_vl"):
+        return QwenProcessor(folder, with_kinds=kind in QWEN)
+    if kind == "mistral3":
+        return PixtralProcessor(folder)
     if kind == "lfm2_vl":
         from doubles.naflex import NaflexProcessor
 
@@ -308,7 +371,7 @@ def prepare(processor: Any, messages: Sequence[Any]) -> dict[str, Any]:
     made = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
     given = processor.apply_chat_template(messages, **made)
     names = {"input_ids", "attention_mask", "pixel_values", "pixel_attention_mask", "token_type_ids"}
-    names |= {"spatial_shapes", "image_grid_thw", "mm_token_type_ids"}
+    names |= {"spatial_shapes", "image_grid_thw", "image_sizes", "mm_token_type_ids"}
     return {name: given[name] for name in names & given.keys()}
 
 
@@ -317,14 +380,16 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 class QwenProcessor:
-    """What transformers' Qwen2_5_VLProcessor makes of messages, which needs torchvision for videos."""
+    """What transformers' Qwen2_5_VLProcessor, and with the kinds of tokens left out Lfm3VlProcessor, makes of messages;
+    they need torchvision for videos."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, with_kinds: bool) -> None:
         from transformers import PreTrainedTokenizerFast
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         self.images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+        self.with_kinds = with_kinds
 
     def apply_chat_template(self, messages: Sequence[Any], **_: Any) -> dict[str, Any]:
         import torch
@@ -339,5 +404,32 @@ class QwenProcessor:
                 for number, part in enumerate(text.split("<|image_pad|>"))
             )
         ids = torch.tensor([self.tokenizer.encode(text, add_special_tokens=False)])
-        kinds = (ids == QWEN_IMAGE).int()
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": kinds, **given}
+        given |= {"mm_token_type_ids": (ids == QWEN_IMAGE).int()} if self.with_kinds else {}
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **given}
+
+
+class PixtralProcessor:
+    """What transformers' PixtralProcessor makes of messages, which needs torchvision."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import PreTrainedTokenizerFast
+        from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        self.images = PixtralImageProcessorPil.from_pretrained(folder)
+
+    def apply_chat_template(self, messages: Sequence[Any], **_: Any) -> dict[str, Any]:
+        import torch
+
+        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        given: dict[str, Any] = {}
+        if images := [part["image"] for each in messages for part in each["content"] if part["type"] == "image"]:
+            square = MISTRAL_PROCESSOR["patch_size"] * MISTRAL_PROCESSOR["spatial_merge_size"]
+            given = dict(self.images(images, patch_size=square, return_tensors="pt"))
+            sizes = (given["image_sizes"] // square).tolist()
+            lines = [("[IMG]" * columns + "[IMG_BREAK]") * rows for rows, columns in sizes]
+            written = [each.removesuffix("[IMG_BREAK]") + "[IMG_END]" for each in lines]
+            around = text.split("[IMG]")
+            text = "".join(part for pair in zip(around, [*written, ""], strict=True) for part in pair)
+        ids = torch.tensor([self.tokenizer.encode(text, add_special_tokens=False)])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **given}

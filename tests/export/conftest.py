@@ -46,6 +46,12 @@ GEMMA4 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     },
 }
+SWASH = {
+    "num_hidden_layers": 4,
+    "sliding_window": 6,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+    "layer_rope_theta": [500.0, 100.0, 0, 500.0],
+}
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 40,
@@ -214,6 +220,21 @@ CASES: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.1,
         "logits_scaling": 2.0,
     },
+    "granite_swa-bases-by-layer": {
+        **SWASH,
+        "model_type": "granite_swa",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 2.0,
+    },
+    "granitemoe_swa-experts-beside-mlp": {
+        **SWASH,
+        **MIXTURE,
+        "model_type": "granitemoe_swa",
+        "shared_intermediate_size": 48,
+        "attention_multiplier": 0.1,
+    },
     "gemma-bf16": {"model_type": "gemma", "head_dim": 32, "dtype": "bfloat16", "pad_token_id": None},
     "olmo2-norms-behind": {"model_type": "olmo2", "attention_bias": True, "pad_token_id": None},
     "granitemoehybrid-dense": {
@@ -361,6 +382,7 @@ CASES: dict[str, dict[str, Any]] = {
         "swiglu_limit": 1.0,
         "dtype": "bfloat16",
     },
+    "apertus-learned-activation": {"model_type": "apertus", "attention_bias": True, "rope_parameters": LLAMA3_ROPE},
     "starcoder2-window-fp16": {"model_type": "starcoder2", "sliding_window": 6, "dtype": "float16"},
     "glm4-sandwich": {"model_type": "glm4", "head_dim": 16, "attention_bias": True, "pad_token_id": None},
     "cohere-parallel": {"model_type": "cohere", "logit_scale": 0.25, "pad_token_id": None},
@@ -397,13 +419,24 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-# Those without layers that are lowered for CPUs alone.
+# Families with layers that are lowered for CPUs alone.
+ON_CPUS = [
+    "apertus",
+    "falcon_h1",
+    "gemma4_text",
+    "gemma4_unified_text",
+    "granite_swa",
+    "lfm2",
+    "lfm3",
+    "nemotron_h",
+    "qwen3_5_text",
+    "youtu",
+]
 DENSE = tuple(
     name
     for name, case in CASES.items()
     if "num_experts_per_tok" not in case
-    and case["model_type"]
-    not in ("qwen3_5_text", "lfm2", "lfm3", "gemma4_text", "gemma4_unified_text", "falcon_h1", "nemotron_h", "youtu")
+    and case["model_type"] not in ON_CPUS
     and "mamba" not in case.get("layer_types", ())
 )
 

@@ -140,6 +140,8 @@ READ = {
     "idefics3": {"vision_config": {"image_size": 364, "patch_size": 14}, "scale_factor": 2},
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},
     "qwen3_vl": {"vision_config": {"out_hidden_size": 4096}},
+    "qwen3_asr": {"audio_config": {"output_dim": 2048}},
+    "qwen3_vl_moe": {"vision_config": {"out_hidden_size": 2048}},
     "qwen3_5": {"vision_config": {"out_hidden_size": 4096}},
     "qwen3_5_moe": {"vision_config": {"out_hidden_size": 2048}},
 }
@@ -269,6 +271,8 @@ LIMITED = {"topk_method": "group_limited_greedy", "n_group": 16, "topk_group": 2
         ("deepseek_v2", {**LIMITED, "topk_group": 1}, ["topk_group=1", "with 6 experts or more"]),
         ("falcon_h1", {"mlp_bias": True}, ["mlp_bias=True", "expected false"]),
         ("falcon_h1", {"ssm_multipliers": [1.0]}, ["ssm_multipliers=[1.0]", "5 numbers"]),
+        ("olmo3", {"rope_parameters": {"full_attention": YARN | {"truncate": False}}}, ["truncate=False", "true"]),
+        ("granite_swa", {"layer_rope_theta": [0.5] * 24}, ["layer_rope_theta=", "24 numbers, each 0 or from 1"]),
         ("granitemoehybrid", {"hidden_act": "gelu"}, ["hidden_act='gelu'", "one of silu"]),
         ("granitemoehybrid", {"layer_types": 2}, ["layer_types=2", "32 entries"]),
         ("qwen3_5_text", {"hidden_act": "gelu"}, ["hidden_act='gelu'", "one of silu"]),

@@ -81,6 +81,31 @@ def test_a_graph_embeds_ragged_rows_as_sentence_transformers_does(name, exported
     assert np.abs(found - encoders.embeddings(checkpoint, TEXTS)).max() <= TOLERANCE
 
 
+def test_texts_are_lowered_where_the_checkpoint_says_so(exported, tmp_path):
+    import tokenizers
+
+    checkpoint, _ = exported("last token")
+    folder = encoders.copy(checkpoint, tmp_path / "lowering")
+    encoders.write_json(folder / "sentence_xlnet_config.json", {"max_seq_length": 9, "do_lower_case": True})
+    found = read_checkpoint(folder)
+    lowering = tokenizers.Tokenizer.from_str(found.texts["tokenizer.json"])
+    assert (
+        lowering.encode("DEF F(X)").ids
+        == tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json").encode("def f(x)").ids
+    )
+    assert found.config.max_positions == 9
+
+
+def test_an_encoder_without_modules_embeds_the_mean_with_a_note(exported, tmp_path):
+    checkpoint, _ = exported("bert")
+    folder = encoders.copy(checkpoint, tmp_path / "bare")
+    (folder / "modules.json").unlink()
+    found = read_checkpoint(folder)
+    assert found.config.encoder is not None
+    assert (found.config.encoder.pooling, found.config.encoder.normalized) == ("mean", False)
+    assert any("the mean of all tokens" in note for note in found.notes)
+
+
 def test_distances_share_biases_as_in_transformers():
     import torch
     from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
@@ -204,7 +229,6 @@ def without(file: str) -> Callable[[Path], None]:
         (spoilt("1_Pooling/config.json", include_prompt=False), "include_prompt=False is unsupported; expected true"),
         (spoilt("2_Dense/config.json", activation_function="torch.nn.ReLU"), "activation_function='torch.nn.ReLU'"),
         (spoilt("2_Dense/config.json", in_features=63), "a Dense layer reads 63 values, but 64 come before it"),
-        (spoilt("sentence_bert_config.json", do_lower_case=True), "do_lower_case=True is unsupported"),
         (spoilt("sentence_bert_config.json", modality_config={"image": {}}), "modality_config=.* is unsupported"),
         (without("1_Pooling/config.json"), "no 1_Pooling/config.json, but modules.json"),
         (without("2_Dense/model.safetensors"), "no 2_Dense/model.safetensors"),

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from doubles import towers
+from doubles.decoders import load_decoder
 from doubles.tiny import BASE, tiny
 
 from llmc.bundle import read_export
@@ -93,6 +94,9 @@ KINDS["mistral3"] = {
     "image_token_index": 95,
 }
 KINDS |= {kind: towers.FAMILIES[kind].config for kind in towers.QWEN}
+MIXTURE = {"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "mlp_only_layers": [1]}
+DENSE = KINDS["qwen3_vl"]
+KINDS["qwen3_vl_moe"] = {**DENSE, "text_config": {**DENSE["text_config"], **MIXTURE}}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -128,6 +132,26 @@ def test_the_text_part_computes_what_the_whole_computes_of_text(checkpoint, tmp_
     tolerance = STATE_TOLERANCE if read_export(output).geometry.has_states else LOGIT_TOLERANCE
     assert np.abs(found - expected).max() < tolerance
     assert np.abs(found[:, 1:] - expected[:, :-1]).max() > 100 * tolerance  # of the position before
+
+
+@pytest.mark.parametrize("checkpoint", ["qwen3_vl_moe"], indirect=True)
+def test_experts_are_read_in_both_orders(checkpoint, tmp_path):
+    """Published ones are stored as [experts, inputs, outputs], those that transformers 5 saves the other way round."""
+    from safetensors.numpy import load_file, save_file
+
+    stored = load_file(checkpoint / "model.safetensors")
+    turned = {
+        name: np.ascontiguousarray(it.swapaxes(1, 2)) if it.ndim == 3 and ".experts." in name else it
+        for name, it in stored.items()
+    }
+    assert sum(turned[name].shape != it.shape for name, it in stored.items()) == 4
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    save_file(turned, tmp_path / "model.safetensors")
+    first, second = (
+        load_decoder(folder, read_checkpoint(folder, text_only=True)).state_dict() for folder in (checkpoint, tmp_path)
+    )
+    assert all(np.array_equal(first[name].numpy(), second[name].numpy()) for name in first)
 
 
 @pytest.mark.parametrize("checkpoint", ["gemma3"], indirect=True)  # others were always saved by the other prefix

@@ -23,8 +23,9 @@ from llmc.runtime.vision.tower import Tower
 TOLERANCE = 1e-4
 # Where images are cut one tile, and a row of four with the whole; of squares of 8 pixels 2 x 2, and 3 x 9 with windows
 # that are not full; for LFM2-VL sizes that neither its processor nor llmc resizes, which round differently.
+LLAMAS = ("lfm3_vl", "mistral3")
 IMAGES = {kind: (draw("RGB", 32, 32), draw("RGBA", 200, 40)) for kind in towers.FAMILIES}
-IMAGES |= {kind: (draw("L", 111, 30), draw("RGBA", 75, 26)) for kind in towers.QWEN}
+IMAGES |= {kind: (draw("L", 111, 30), draw("RGBA", 75, 26)) for kind in (*towers.QWEN, *LLAMAS)}
 IMAGES["lfm2_vl"] = draw("RGB", 32, 32), draw("RGBA", 48, 16)
 
 
@@ -157,8 +158,9 @@ def see_forward_alone(feeds: dict[str, np.ndarray]) -> None:
 
 TILED, GRIDS, QWEN = ("smolvlm", "idefics3", "gemma3"), ("lfm2_vl",), tuple(towers.QWEN)
 PLANTS = [(kind, "pixels", exchange("pixel_values", -1)) for kind in TILED]
-PLANTS += [(kind, "patches", exchange("pixel_values", 0)) for kind in (*GRIDS, *QWEN)]
-PLANTS += [(kind, "positions", exchange("positions", 0)) for kind in QWEN]
+PLANTS += [(kind, "patches", exchange("pixel_values", 0)) for kind in (*GRIDS, *QWEN, *LLAMAS)]
+PLANTS += [(kind, "positions", exchange("positions", 0)) for kind in (*QWEN, *LLAMAS)]
+PLANTS += [("lfm3_vl", "neighbors", exchange("neighbors", 1))]
 PLANTS += [("qwen2_5_vl", "windows", exchange_windows), *((kind, "axes", place_in_order) for kind in QWEN)]
 PLANTS += [(kind, "rows", see_forward_alone) for kind in towers.FAMILIES]
 
@@ -280,7 +282,30 @@ QWEN_REFUSED += [("config.json", {"vision_config": changes}, message) for change
 QWEN_REFUSED += [
     ("config.json", {"text_config": {"rope_parameters": changes}}, message) for changes, message in QWEN_SECTIONS
 ]
-BY_KIND = {"smolvlm": REFUSED, "gemma3": GEMMA_REFUSED, "lfm2_vl": LFM2_REFUSED, "qwen2_5_vl": QWEN_REFUSED}
+LFM3_REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("config.json", {"vision_config": changes}, message)
+    for changes, message in (
+        ({"conv_kernel_size": 2}, "conv_kernel_size=2 is unsupported; expected an odd number"),
+        ({"layer_types": ["conv"]}, "layer_types=.* 3 entries, each one of conv, full_attention"),
+        ({"num_attention_heads": 3}, "num_attention_heads=3 is unsupported; expected a divisor of a fourth"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3 is unsupported; expected a divisor of num_attention"),
+        ({"norm_bias": True}, "norm_bias=True is not known to llmc"),
+    )
+]
+BY_KIND = {"smolvlm": REFUSED, "gemma3": GEMMA_REFUSED, "lfm2_vl": LFM2_REFUSED, "lfm3_vl": LFM3_REFUSED}
+MISTRAL_REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("preprocessor_config.json", {"image_processor_type": "CLIPImageProcessor"}, "expected one of PixtralImagePr"),
+    ("preprocessor_config.json", {"size": {"height": 64, "width": 64}}, "longest_edge is missing"),
+    ("preprocessor_config.json", {"do_center_crop": True}, "do_center_crop=True is unsupported; expected false"),
+    ("processor_config.json", {"image_break_token": "\n"}, "image_break_token=.* expected .*IMG_BREAK"),
+    ("processor_config.json", {"patch_size": 8}, "patch_size=8 is unsupported; expected 4, as config.json"),
+    ("processor_config.json", {"spatial_merge_size": 1}, "spatial_merge_size=1 is unsupported; expected 2"),
+    ("config.json", {"vision_feature_layer": [-2, -1]}, "vision_feature_layer=.* expected -1, the last one"),
+    ("config.json", {"vision_config": {"hidden_act": "gelu"}}, "hidden_act='gelu' is unsupported"),
+    ("config.json", {"vision_config": {"head_dim": 8}}, "head_dim=8 is unsupported; expected 16, hidden_size"),
+    ("config.json", {"vision_config": {"num_attention_heads": 3}}, "a divisor of a fourth of hidden_size=32"),
+]
+BY_KIND |= {"qwen2_5_vl": QWEN_REFUSED, "mistral3": MISTRAL_REFUSED}
 WRONG = [(kind, *wrong) for kind, table in BY_KIND.items() for wrong in table]
 
 

@@ -32,7 +32,7 @@ exported = random_checkpoints.exported
 traced_once = random_checkpoints.traced_once
 # Gemma 4 is lowered for CPUs alone: see tests/optimize/test_shared_caches.py. The others consist of parts that the
 # cases here prove.
-ELSEWHERE = ("gemma4", "glm4_moe_lite", "qwen3_next", "youtu")
+ELSEWHERE = ("gemma4", "glm4_moe_lite", "granite_swa", "granitemoe_swa", "qwen3_next", "youtu")
 CASES: tuple[str, ...] = tuple(name for name in random_checkpoints.CASES if not name.startswith(ELSEWHERE))
 
 

@@ -174,7 +174,7 @@ def test_every_file_that_an_export_reads_is_on_the_list():
     from llmc.export.vision import processor
     from llmc.sources import hub
 
-    texts = {checkpoint.GENERATION_FILE, checkpoint.ADAPTER_FILE, modules.MODULES_FILE, modules.TEXT_FILE}
+    texts = {checkpoint.GENERATION_FILE, checkpoint.ADAPTER_FILE, modules.MODULES_FILE, *modules.TEXT_FILES}
     texts |= {
         modules.MODEL_FILE,
         templates.PLAIN,

@@ -77,7 +77,8 @@ def fuse_silu(graph: ir.Graph, _: LoweringContext) -> int:
 
 
 def inline_scalars(graph: ir.Graph, context: LoweringContext) -> int:
-    """The factor at the end of each layer becomes part of the graph, in float32."""
+    """Make the factor at the end of each layer and the scalars of activations a part of the graph, in float32."""
     names = [name for name in graph.initializers if name.endswith(".layer_scalar")]
+    names += [f"{mlp.name}.{scalar}" for mlp in context.geometry.mlps for scalar in mlp.learned]
     inline_vectors(graph, names, context)
     return len(names)

@@ -32,7 +32,8 @@ TILED = draw("RGB", 32, 32), draw("RGBA", 200, 40), ImageOps.invert(draw("L", 11
 # Qwen's squares of 8 pixels: 2 x 2, 3 x 9 with windows that are not full, and 8 x 7 after it was made smaller.
 SQUARES = draw("RGB", 16, 16), draw("RGBA", 75, 26), draw("L", 111, 130)
 # Each with how many tokens its answer about the largest image reuses at least.
-FAMILIES = {"smolvlm": 65, "gemma3": 17, "lfm2_vl": 17, **dict.fromkeys(towers.QWEN, 32)}
+OF_SQUARES = (*towers.QWEN, "lfm3_vl")
+FAMILIES = {"smolvlm": 65, "gemma3": 17, "lfm2_vl": 17, "mistral3": 5, **dict.fromkeys(OF_SQUARES, 32)}
 
 one_family = pytest.mark.parametrize("family", ["smolvlm"], indirect=True)
 with_axes = pytest.mark.parametrize("family", towers.QWEN, indirect=True)
@@ -66,7 +67,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def talks(family: str) -> dict[str, Any]:
-    small, wide, large = SQUARES if family in towers.QWEN else TILED
+    small, wide, large = SQUARES if family in OF_SQUARES else TILED
     answer = {"role": "assistant", "content": [{"type": "text", "text": "return x"}]}
     return {
         "small": about(small),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from doubles.images import MARKERS, MODES, draw
 from PIL import Image
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from llmc.bundle.model.vision import Patching, Vision
@@ -15,6 +16,7 @@ from llmc.runtime.sessions import Batch, Phase
 from llmc.runtime.vision.decode import open_image
 from llmc.runtime.vision.patches import cut_patches, make_feeds
 from llmc.runtime.vision.rows import ImageRows, place_tokens
+from llmc.runtime.vision.tiles import normalize
 
 SIZES = [(1, 1), (1, 200), (200, 1), (14, 14), (28, 28), (29, 27), (96, 96), (640, 481), (37, 211), (300, 299)]
 SIZES += [tuple(map(int, size)) for size in np.random.default_rng(1).integers(4, 700, (14, 2))]
@@ -62,6 +64,17 @@ def test_patches_are_those_of_the_processor_to_the_bit(mode, width, height, visi
     assert values.dtype == np.float32
     assert np.array_equal(values, expected["pixel_values"])
     assert [1, *(2 * side for side in vision.grid(*patches.shape[1:]))] == expected["image_grid_thw"][0].tolist()
+
+
+@pytest.mark.parametrize(("mode", "width", "height"), IMAGES)
+def test_pixtrals_pixels_are_those_of_its_processor_to_the_bit(mode, width, height):
+    image, patching = draw(mode, width, height), replace(PATCHING, longest_edge=300)
+    processor = PixtralImageProcessorPil(
+        size={"longest_edge": 300}, image_mean=list(PATCHING.mean), image_std=list(PATCHING.std)
+    )
+    expected = processor(image, patch_size=VISION.square, return_tensors="np")["pixel_values"]
+    pixels = cut(open_image(image), replace(VISION, patching=patching))
+    assert np.array_equal(normalize(pixels[None], patching), expected)
 
 
 def test_an_image_that_lies_on_its_side_is_turned_first():
