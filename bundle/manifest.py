@@ -384,10 +384,10 @@ class Manifest:
     ``engine`` is there for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every
     target with a GPU. ``notes`` are those of the export. A model that embeds or ranks has one graph, ``encode``, and
     ``vectors``, ``similarity`` and ``ranking`` in the places of ``golden`` and ``quality``; of a model that sees or
-    hears they are the tower's, whose graph is ``vision`` or ``audio``. Of a model with states ``replay`` computes these.
-    ``adapter_graph`` runs calls in which some row has an adapter, of either phase. Of a model in stages ``stage`` says
-    which this one is; its graphs, caches and memory are those of its layers, and one before the last has ``vectors`` of
-    its hidden states.
+    hears they are the tower's, whose graph is ``vision`` or ``audio``. Of a model with states ``replay`` computes
+    these. ``adapter_graph`` runs calls in which some row has an adapter, of either phase. Of a model in stages
+    ``stage`` says which this one is; its graphs, caches and memory are those of its layers, and one before the last has
+    ``vectors`` of its hidden states.
     ``hidden`` are the borders of hidden states that the graphs give to a draft head, whose own bundle has two
     ``vectors``, of hidden states and logits, and is not judged.
     """
