@@ -196,6 +196,12 @@ class Geometry:
         return frozenset({norm.name for norm in self.norms} & {linear.producer for linear in self.linears})
 
     @property
+    def mixes(self) -> bool:
+        """True if 8-bit activations lose little once neighbouring inputs of linears are mixed: those of an encoder
+        whose norms are layer norms. Outliers of RMS norms' models are larger."""
+        return self.encoder is not None and all(norm.kind == "layer" for norm in self.norms)
+
+    @property
     def rotates(self) -> bool:
         """True if an orthogonal matrix can be folded into the weights around the residual stream.
 
