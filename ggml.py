@@ -1,4 +1,4 @@
-"""GGML's block types, which GGUF files use for matrices: w = code * scale + offset, with codes of 4 or 8 bits.
+"""GGML's block types, which GGUF files use for matrices: w = code * scale + offset, with codes of 2, 4 or 8 bits.
 
 Tables describe where a block's bytes hold its numbers. numpy reads blocks with them here, and
 :mod:`llmc.export.ggml_ops` makes ONNX functions from them. Small blocks begin with a float16 scale (and a minimum);
@@ -42,8 +42,9 @@ class Numbers:
 
     # fields that make up an index of ``values`` together; none where the float16 is the only number
     bits: tuple[Bits, ...]
-    values: Array  # int8 or float32, by index
+    values: Array  # int8 or float32, by index; without bits one, the float16's factor
     half: int | None = None  # None where nothing multiplies the values
+    rows: NDArray[np.int32] | None = None  # added to indices, where each number of a block has its own values
 
     def index(self, blocks: Bytes) -> Bytes:
         """Blocks uint8 [R, bytes] -> the indices of their numbers, uint8 [R, n]."""
@@ -53,10 +54,14 @@ class Numbers:
 
     def read(self, blocks: Bytes) -> Array:
         """Blocks uint8 [R, bytes] -> their numbers [R, n], float32 if a float16 multiplies them."""
+        values = self.values
+        if self.bits:
+            index = self.index(blocks)
+            values = self.values.take(index if self.rows is None else index + self.rows)
         if self.half is None:
-            return self.values.take(self.index(blocks))
+            return values
         factor = np.ascontiguousarray(blocks[:, self.half : self.half + 2]).view(np.float16).astype(np.float32)
-        product: Array = factor * self.values.take(self.index(blocks)) if self.bits else factor
+        product: Array = factor * values
         return product
 
 
@@ -65,7 +70,7 @@ class Layout:
     """A block type."""
 
     size: int  # bytes of a block
-    bits: int  # of a code in a bundle, 4 or 8
+    bits: int  # of a code in a bundle: 2, 4 or 8
     codes: Numbers  # int8, one per weight
     scales: Numbers  # float32, one per ``block`` weights
     minima: Numbers | None = None  # float32, as many as scales; None if all are zero
@@ -127,8 +132,9 @@ def _codes(middle: int, *bits: Bits) -> Numbers:
 
 
 def _scales(half: int, *bits: Bits, middle: int = 0, sign: int = 1) -> Numbers:
-    """Integers of at most 8 bits, less ``middle``, times a float16; without bits only the float16."""
-    return Numbers(bits, (np.arange(256, dtype=np.float32) - middle) * sign, half)
+    """Integers of at most 8 bits, less ``middle``, times a float16; without bits only the float16 or its negative."""
+    values = np.arange(256, dtype=np.float32) - middle if bits else np.ones(1, np.float32)
+    return Numbers(bits, values * sign, half)
 
 
 def _small(size: int, bits: int, codes: Numbers, middle: int | None = None) -> Layout:
@@ -149,6 +155,31 @@ _K_HIGH = {
 _K_SCALES = _scales(0, _beside(_run(4, 4, 4, (0,), 6), _run(12, 4, 4, (0,), 4)), _K_HIGH[4])
 _K_MINIMA = _scales(2, _beside(_run(8, 4, 4, (0,), 6), _run(12, 4, 4, (4,), 4)), _K_HIGH[8], sign=-1)
 _SIGNED = np.arange(256).astype(np.uint8).view(np.int8)
+# Codes of 2 bits stand for -1 to 2. Integers of 2 bits reach from -2 to 1: they hold the negatives.
+_CRUMB_VALUES = np.array([1, 0, -1, -2], np.int8)
+
+
+def _crumbs(size: int, first: int, count: int, run: int, half: int) -> Layout:
+    codes = Numbers((_run(first, count, run, CRUMBS, 2),), _CRUMB_VALUES)
+    return Layout(size, 2, codes, _scales(half, sign=-1))
+
+
+def _trits(*runs: tuple[int, int, int]) -> Numbers:
+    """Bytes that hold digits of base 3, as a fraction of 243 in 256ths: runs of first byte, count and digits."""
+    digits = [(np.repeat(np.arange(n), count), np.tile(first + np.arange(count), n)) for first, count, n in runs]
+    digit, at = (np.concatenate(parts) for parts in zip(*digits, strict=True))
+    powers = np.arange(256) * 3 ** np.arange(5)[:, None] & 255
+    whole = Bits(at, np.zeros(len(at), np.uint8), np.full(len(at), 255, np.uint8))
+    return Numbers((whole,), ((powers * 3 >> 8) - 1).astype(np.int8).ravel(), rows=(256 * digit).astype(np.int32))
+
+
+def _unsigned_e4m3() -> Array:
+    """Half of each scale of NVFP4, by byte: 4 bits of an exponent, 3 of a fraction; the largest means 0."""
+    exponents, fractions = np.arange(256) >> 3 & 15, np.arange(256) % 8
+    values = np.where(exponents > 0, np.ldexp(1 + fractions / 8, exponents - 7), fractions / 512) / 2
+    values[127] = 0
+    return values.astype(np.float32)
+
 
 LAYOUTS: dict[str, Layout] = {
     "Q4_0": _small(18, 4, _codes(8, _run(2, 16, 16, NIBBLES, 4))),
@@ -187,11 +218,18 @@ LAYOUTS: dict[str, Layout] = {
         Numbers((_run(8, 128, 16, NIBBLES, 4),), _IQ4),
         _scales(0, _run(4, 4, 1, NIBBLES, 4), _run(2, 2, 1, CRUMBS, 2, up=4), middle=32),
     ),
-    # The table holds doubled values, with scales of half of 2^(e - 127).
+    "Q1_0": Layout(18, 2, Numbers((_run(2, 16, 1, BITS, 1),), np.array([-1, 1], np.int8)), _scales(0)),
+    "Q2_0": _crumbs(18, 2, 16, 1, 0),
+    "TQ1_0": Layout(54, 2, _trits((0, 32, 5), (32, 16, 5), (48, 4, 4)), _scales(52)),
+    "TQ2_0": _crumbs(66, 0, 64, 32, 64),
+    # The table holds doubled values, with scales of half of 2^(e - 127), and of half of NVFP4's.
     "MXFP4": Layout(
         17,
         8,
         Numbers((_run(1, 16, 16, NIBBLES, 4),), E2M1),
         Numbers((_run(0, 1, 1, (0,), 8),), np.ldexp(np.float32(1), np.arange(256) - 128)),
+    ),
+    "NVFP4": Layout(
+        36, 8, Numbers((_run(4, 32, 8, NIBBLES, 4),), E2M1), Numbers((_run(0, 4, 4, (0,), 8),), _unsigned_e4m3())
     ),
 }

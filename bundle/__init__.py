@@ -51,7 +51,6 @@ from llmc.bundle.manifest import TOKENIZER_FILES as TOKENIZER_FILES
 from llmc.bundle.manifest import TOP_IDS as TOP_IDS
 from llmc.bundle.manifest import TOP_LOGITS as TOP_LOGITS
 from llmc.bundle.manifest import TWO_OF_FOUR as TWO_OF_FOUR
-from llmc.bundle.manifest import VISION_FILE as VISION_FILE
 from llmc.bundle.manifest import WEIGHTS_FILE as WEIGHTS_FILE
 from llmc.bundle.manifest import Budget as Budget
 from llmc.bundle.manifest import Calibration as Calibration
@@ -68,6 +67,7 @@ from llmc.bundle.manifest import MergedAdapter as MergedAdapter
 from llmc.bundle.manifest import Origin as Origin
 from llmc.bundle.manifest import PhaseQuality as PhaseQuality
 from llmc.bundle.manifest import Quality as Quality
+from llmc.bundle.manifest import Ranking as Ranking
 from llmc.bundle.manifest import Recipe as Recipe
 from llmc.bundle.manifest import Similarity as Similarity
 from llmc.bundle.manifest import Source as Source

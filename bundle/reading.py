@@ -23,7 +23,6 @@ from llmc.bundle.manifest import (
     SCHEMA_VERSION,
     TOKENIZER_FILE,
     TOKENIZER_FILES,
-    VISION_FILE,
     ExportManifest,
     Manifest,
 )
@@ -157,7 +156,7 @@ def _check_values(folder: Path, manifest: Manifest) -> None:
         "graphs": manifest.graphs.keys() == {"encode"}
         if g.encoder
         else manifest.graphs.keys() - {LM_HEAD}
-        == {"prefill", "decode"} | ({"vision"} if g.vision else set()) | ({REPLAY} if "state" in kinds else set()),
+        == {"prefill", "decode"} | ({g.tower.graph} if g.tower else set()) | ({REPLAY} if "state" in kinds else set()),
         "generation": max(chain(generation.eos_token_ids, [generation.bos_token_id or 0], *banned)) < g.vocab_size
         and (generation.temperature or 0) >= 0
         and (generation.repetition_penalty is None or 0.01 <= generation.repetition_penalty <= 100)
@@ -185,7 +184,8 @@ def read_export(folder: Path) -> ExportManifest:
         raise BundleError(
             f"the geometry in {EXPORT_MANIFEST} cannot be right", "export the checkpoint again", path=folder
         )
-    for name in (DECODER_FILE, TOKENIZER_FILE, *([VISION_FILE] if manifest.geometry.vision else [])):
+    tower = manifest.geometry.tower
+    for name in (DECODER_FILE, TOKENIZER_FILE, *([f"{tower.graph}.onnx"] if tower else [])):
         if _size(folder / name) is None:
             raise BundleError(f"{name} is missing", "export the checkpoint again", path=folder)
     return manifest

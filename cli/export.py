@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     metavar="FOLDER[:SCALE]",
     help="Add a LoRA or DoRA adapter, a folder of PEFT or a GGUF file, to the weights, SCALE times (1). Repeatable.",
 )
-@click.option("--text-only", is_flag=True, help="Leave the part that sees images out.")
+@click.option("--text-only", is_flag=True, help="Leave the part that sees or hears out.")
 @click.option(
     "--of",
     metavar="MODEL",

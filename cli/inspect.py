@@ -119,7 +119,7 @@ def geometry_rows(geometry: Geometry) -> list[tuple[str, str]]:
 
 
 def result_of(encoder: Encoder) -> str:
-    pooled = {"last": "the last token", "mean": "the mean of all tokens"}[encoder.pooling]
+    pooled = "the mean of all tokens" if encoder.pooling == "mean" else f"the {encoder.pooling} token"
     if encoder.result == "scores":
         return f"a score, made at {pooled}"
     return f"an embedding of {encoder.width} values{', of length one' if encoder.normalized else ''}, from {pooled}"
@@ -144,18 +144,23 @@ def bundle_rows(manifest: Manifest) -> list[tuple[str, str]]:
         *([("stage", f"{name} of {len(stage.borders)}: {layers}")] if stage.borders[1:] else []),
         ("limits", limits_of(manifest)),
         *show.quality_rows(manifest.quality),
-        *_image_rows(manifest),
+        *_tower_rows(manifest),
     ]
 
 
-def _image_rows(manifest: Manifest) -> list[tuple[str, str]]:
-    """The number of tokens per image, and the tower's quality: for an encoder, the distance of its vectors."""
-    vision = manifest.geometry.vision
+def _tower_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    """The tokens of an image or a minute of audio, and the tower's quality: for an encoder, the distance of its
+    vectors."""
+    vision, audio = manifest.geometry.vision, manifest.geometry.audio
+    quality = show.similarity_rows(manifest.similarity, "tower's rows")
+    if audio is not None:
+        tokens = audio.count_rows(60 * audio.spectrum.rate // audio.spectrum.hop)
+        return [("audio", f"{tokens} tokens for a minute"), *quality]
     if vision is None:
-        return show.similarity_rows(manifest.similarity)
+        return [*show.similarity_rows(manifest.similarity), *show.ranking_rows(manifest.ranking)]
     some = "a token" if vision.tokens == 1 else f"{vision.tokens} tokens"
     images = f"{some} for {vision.tile} x {vision.tile} pixels, at most {vision.most_tokens:,} for each"
-    return [("images", images), *show.similarity_rows(manifest.similarity, "tower's rows")]
+    return [("images", images), *quality]
 
 
 def prompt_rows(manifest: Manifest) -> list[tuple[str, str]]:
@@ -164,6 +169,7 @@ def prompt_rows(manifest: Manifest) -> list[tuple[str, str]]:
     if recipe.activations != "per-token":
         return []
     treatment = f"smoothed by {recipe.smoothing:g}" if recipe.smoothing else "neither rotated nor smoothed"
+    treatment = "mixed in blocks" if manifest.geometry.encoder else treatment
     return [("prompts", f"8-bit activations, {'rotated' if 'prefill' in recipe.rotated else treatment}")]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     type=EXISTING_FILE,
     help="A PNG, JPEG or WebP before the prompt, which is answered through the chat template.",
 )
+@click.option("--audio", type=EXISTING_FILE, help="Write down what is said in a WAV, FLAC, Ogg or MP3.")
+@click.option("--language", help="Of --audio: name or ISO 639 code. [default: the model recognizes it]")
 @click.option("--adapter", help="Name of an adapter of BUNDLE that answers.")
 @click.option("--json", "as_json", is_flag=True, help="Print texts, tokens, counts, times and parameters as JSON.")
 @emulate_option
@@ -41,6 +44,8 @@ def run_command(
     prompt: str | None,
     chat: bool,
     images: tuple[Path, ...],
+    audio: Path | None,
+    language: str | None,
     adapter: str | None,
     as_json: bool,
     stats: bool,
@@ -49,11 +54,12 @@ def run_command(
     """Stream the completion of a prompt from BUNDLE.
 
     From stdin, one newline at the end is not part of the prompt. Several outputs are printed one after another, each
-    under a line that begins with "---".
+    under a line that begins with "---". With --audio the prompt is names and words that may occur.
     """
     from llmc.runtime import Generator, load
 
     sampling = take(options, SAMPLING_NAMES)
+    _check_audio(audio, language, chat=chat, images=images)
     chat = chat or bool(images)
     talk = chat and not images and prompt is None and at_terminal()
     if not as_json:
@@ -68,14 +74,24 @@ def run_command(
     if talk:
         converse(bundle, loading, sampling, stats=stats)
         return
-    text = read_prompt(prompt, bundle)
-    with load_chat_model(loading, bundle) if chat else load(bundle, kind=Generator, **loading) as model:
+    text = read_prompt(prompt, bundle) if audio is None else ""
+    with load_chat_model(loading, bundle) if chat or audio else load(bundle, kind=Generator, **loading) as model:
         messages = [{"role": "user", "content": with_images(text, images)}]
-        ask = partial(model.stream_chat, messages) if chat else partial(model.stream, text)
+        ask: Callable[..., Handle] = partial(model.stream_chat, messages) if chat else partial(model.stream, text)
+        if audio is not None:
+            ask = partial(model.stream_transcript, audio, language=language, prompt=prompt)
         stream = ask(adapter=adapter, **sampling)
         write(stream, as_json, is_one(sampling))
         if stats:
             click.echo(describe(stream.result(), model.engine.max_context), err=True)
+
+
+def _check_audio(audio: Path | None, language: str | None, **others: Any) -> None:
+    if audio is None and language is not None:
+        raise UsageError("language", "is of audio, of which there is none", "give --audio, or leave it out")
+    for name, given in others.items():
+        if audio is not None and given:
+            raise UsageError(name, "does not go with audio, which is written down", "leave one of them out")
 
 
 def read_prompt(prompt: str | None, bundle: Path) -> str:

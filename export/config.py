@@ -5,15 +5,26 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
+from llmc.bundle.model.audio import Audio
 from llmc.bundle.model.cache import Cache
 from llmc.bundle.model.diffusion import Diffusion
 from llmc.bundle.model.draft_head import DraftHead
 from llmc.bundle.model.encoder import Encoder
 from llmc.bundle.model.geometry import Geometry
 from llmc.bundle.model.linear import Linear
-from llmc.bundle.model.names import DISTANCES, EMBEDDING, HEAD, PER_LAYER, PER_LAYER_PROJECTION, POSITIONS, TYPES
+from llmc.bundle.model.names import (
+    DISTANCES,
+    EMBEDDED_NORM,
+    EMBEDDING,
+    HEAD,
+    PER_LAYER,
+    PER_LAYER_PROJECTION,
+    POSITIONS,
+    TYPES,
+)
 from llmc.bundle.model.norm import Norm
 from llmc.bundle.model.vision import Vision
+from llmc.export.audio.shapes import AudioTowerConfig
 from llmc.export.heads.shapes import EMBEDDING_NORM, HeadConfig
 from llmc.export.parts.attention import AttentionConfig
 from llmc.export.parts.encoder import EncoderConfig
@@ -26,6 +37,7 @@ from llmc.export.parts.site import Part, Shapes, Site, place, shapes_of_linears
 from llmc.export.vision.axial import AxialTowerConfig
 from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
 
+TowerShape = TowerConfig | PatchTowerConfig | AxialTowerConfig | AudioTowerConfig
 MIXERS = "self_attn", "recurrent"
 FINAL_NORM, PER_LAYER_NORM = "model.norm", "model.per_layer_projection_norm"
 
@@ -65,6 +77,7 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     embedding_scale: float = 1.0  # factor of embeddings
+    embedding_normed: bool = False  # embeddings are normalized, without a weight
     residual_scale: float = 1.0  # factor of what an attention or an MLP adds to the residual stream
     logit_scale: float = 1.0  # factor of logits
     logit_softcap: float = 0.0  # c in c * tanh(logits / c), 0 for none
@@ -90,8 +103,9 @@ class DecoderConfig:
     per_layer: int = 0  # this and the next as in :class:`llmc.bundle.model.geometry.Geometry`
     layer_scalars: bool = False
     per_layer_filler: int = 0  # token whose row of the table of layers' own inputs is read where a row of an image is
-    tower: TowerConfig | PatchTowerConfig | AxialTowerConfig | None = None  # makes ``vision``
+    tower: TowerShape | None = None  # makes ``vision`` or ``audio``
     vision: Vision | None = None
+    audio: Audio | None = None
     pair_axes: tuple[int, ...] = ()  # the axis of positions by which each pair of a head turns; empty: plain positions
     diffusion: Diffusion | None = None  # then no attention is causal
 
@@ -192,6 +206,8 @@ class DecoderConfig:
     def _list_norms(self) -> Iterator[Norm]:
         """Norms in the order of computation, the one before the head last."""
         kind, bias = self.norm.kind, self.norm.bias
+        if self.embedding_normed:
+            yield Norm(EMBEDDED_NORM, kind, self.hidden_size, bias, False, 0)
         if self.per_layer:
             yield Norm(PER_LAYER_NORM, kind, self.per_layer, bias, False, None)
         for name, size in self.head.norms if self.head else ():

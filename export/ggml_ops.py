@@ -63,8 +63,10 @@ def _read(body: _Body, numbers: Numbers, blocks: str) -> str:
     factor = None if numbers.half is None else _read_half(body, blocks, numbers.half)
     if not fields:
         assert factor is not None
-        return factor
+        return factor if numbers.values[0] == 1 else body("Neg", factor)
     index = fields[0] if len(fields) == 1 else body("BitwiseOr", *fields)
+    if numbers.rows is not None:
+        index = body("Add", body("Cast", index, to=TensorProto.INT32), body.constant(numbers.rows))
     values = _look_up(body, numbers.values.astype(np.float32), index)
     return values if factor is None else body("Mul", factor, values)
 

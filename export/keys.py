@@ -57,20 +57,25 @@ RANGES: dict[str, tuple[float, float]] = {
     for low, high, names in (
         # Tables with an entry per layer are made, and every layer is traced; the deepest known decoder has 126.
         (1, 1024, "num_hidden_layers depth no_rope_layer_interval sliding_window_pattern full_attention_interval"),
-        (1, 1024, "decoder_sparse_step global_attn_every_n_layers"),
+        (1, 1024, "decoder_sparse_step global_attn_every_n_layers encoder_layers"),
         (1, 255, "type_vocab_size"),
         (0, 1024, "num_dense_layers first_k_dense_replace"),
         (0, 1023, "num_kv_shared_layers"),
         (0, 64, "num_nextn_predict_layers num_mtp_layers"),  # layers that predict further tokens
         # Far beyond any decoder; products of two of them fit into 31 bits, which engines count with.
-        (1, 1 << 20, "hidden_size backbone_hidden_size out_hidden_size moe_latent_size mamba_d_ssm"),
+        (1, 1 << 20, "hidden_size backbone_hidden_size out_hidden_size moe_latent_size mamba_d_ssm d_model output_dim"),
         (1, 1 << 20, "block_multiple_of num_centroids centroid_intermediate_top_k in_features out_features"),
         (1, 1 << 20, "mm_embed_dim output_proj_dims"),
-        (1, 1 << 24, "intermediate_size shared_intermediate_size vocab_size vocab_size_per_layer_input"),
+        (
+            1,
+            1 << 24,
+            "intermediate_size encoder_ffn_dim shared_intermediate_size vocab_size vocab_size_per_layer_input",
+        ),
         (0, (1 << 16) - 1, "hidden_size_per_layer_input"),
         (1, 4096, "num_attention_heads num_key_value_heads num_global_key_value_heads num_heads v_head_dim"),
         (2, 4096, "head_dim global_head_dim"),
         (1, 4094, "qk_nope_head_dim"),
+        (1, 4096, "encoder_attention_heads"),
         (1, 1 << 16, "kv_lora_rank q_lora_rank"),
         # Angles are products with a position in float32, which holds whole numbers up to here.
         (1, 1 << 24, "max_position_embeddings original_max_position_embeddings max_seq_length"),
@@ -79,7 +84,7 @@ RANGES: dict[str, tuple[float, float]] = {
         (0, (1 << 31) - 1, "max_window_layers"),
         # Added to a mean of squares: 0 makes a row of zeros no number, as float32 does with much less than 1e-30, and
         # with more than 1 it would outweigh the values.
-        (1e-30, 1, "rms_norm_eps norm_epsilon layer_norm_eps layer_norm_epsilon"),
+        (1e-30, 1, "rms_norm_eps norm_epsilon layer_norm_eps layer_norm_epsilon post_norm_eps"),
         # The slowest frequency, 1 / (theta * factor), stays a normal float32; below 1 later pairs would turn faster.
         (1, 1e30, "rope_theta rope_local_base_freq local_rope_theta"),
         (1e-3, 1, "partial_rotary_factor"),
@@ -108,9 +113,10 @@ RANGES: dict[str, tuple[float, float]] = {
         (1e-6, 1e6, "attention_multiplier embedding_multiplier residual_multiplier attention_in_multiplier"),
         (1e-6, 1e6, "attention_out_multiplier key_multiplier lm_head_multiplier mlp_multipliers ssm_in_multiplier"),
         (1e-6, 1e6, "ssm_multipliers ssm_out_multiplier logits_scaling logit_scale routed_scaling_factor"),
+        (1e-6, 1e6, "output_multiplier qk_scale_factor"),
         # Token ids.
         (0, 1 << 24, "true_token_id false_token_id pad_token_id"),
-        (0, (1 << 24) - 1, "image_token_id image_token_index"),
+        (0, (1 << 24) - 1, "image_token_id image_token_index audio_token_id"),
         # Vision towers, and how images are made ready for them: pixels, places in a prompt, numbers of pixels' values.
         (1, 4096, "image_size patch_size encoder_patch_size tile_size height width longest_edge"),
         (1, 64, "scale_factor spatial_merge_size downsample_factor"),
@@ -128,6 +134,13 @@ RANGES: dict[str, tuple[float, float]] = {
         (1e-6, 1, "rescale_factor"),
         (-1e3, 1e3, "image_mean"),
         (1e-6, 1e3, "image_std"),
+        # Audio towers, and how audio is made ready for them: bands, frames, samples.
+        (1, 512, "num_mel_bins"),
+        (1, 1 << 16, "downsample_hidden_size"),
+        (1, 1 << 18, "n_window_infer"),
+        (16, 8192, "n_fft"),
+        (1, 8192, "hop_length"),
+        (1, (1 << 20) - 1, "min_length"),
         # Quantized weights; which of them are read, their reader says. A group of -1 is a whole row.
         (1, 64, "bits num_bits"),
         (-1, 1 << 20, "group_size"),

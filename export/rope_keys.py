@@ -42,9 +42,10 @@ def read_ropes(keys: Keys, rules: RopeRules, head_dim: int, max_positions: int) 
     if inner is None or styles == ["rope_scaling"]:
         return reader.read(inner, "rope_theta", rules.theta), reader.read(None, *rules.local)
     kinds = {"full_attention": ("rope_theta", rules.theta), "sliding_attention": rules.local}
-    ropes = tuple(
-        reader.read(None if inner.raw(kind) is None else inner.inside(kind), *base) for kind, base in kinds.items()
-    )
+    insides = {kind: None if inner.raw(kind) is None else inner.inside(kind) for kind in kinds}
+    for each in (inner, *filter(None, insides.values())):  # transformers takes that beside the kinds, for all
+        each.fixed("truncate", True)
+    ropes = tuple(reader.read(insides[kind], *base) for kind, base in kinds.items())
     if flat := [name for name in keys.raw("rope_parameters") if name not in kinds]:
         keys.note(
             f"rope_parameters: {', '.join(flat):.80} is of no kind of layer and was left out, as transformers does"

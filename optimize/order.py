@@ -81,8 +81,8 @@ class Order:
     @property
     def minimum(self) -> str:
         cache, geometry = self.target.caches[self.recipe.cache], self.export.geometry
-        # The version in which kernels of recurrences and experts were measured; older ones lack some.
-        newest = self.ragged_rows or self.overwritten or geometry.recurrents or geometry.mixtures
+        # The version in which kernels of recurrences, experts and 2 bits were measured; older ones lack some.
+        newest = self.ragged_rows or self.overwritten or geometry.recurrents or geometry.mixtures or geometry.two_bits
         return max(cache, self.target.ragged_rows, key=version) if newest else cache
 
     def with_engine(self) -> "Order":

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from llmc.bundle import GRAPH_CONTRACT_VERSION, Geometry
+from llmc.bundle.model.audio import CONVOLUTIONS
 from llmc.errors import BuildError
 from llmc.optimize.lower import candidates, packing, raising, rotary, types
 from llmc.optimize.lower.context import LoweringContext
@@ -63,7 +64,7 @@ LOWER_NORMS = Step("lower norms", norms.lower_norms, lambda g: len(g.norms))
 FUSE_SILU = Step("fuse SiLU", norms.fuse_silu, lambda g: g.silus)
 LOWER_EMBEDDING = (
     Step("lower embedding", embedding.lower_embedding, lambda g: 1 + (g.per_layer > 0)),
-    Step("lower positions", embedding.lower_positions, lambda g: g.small_tables),
+    Step("lower positions", embedding.lower_positions, lambda g: len(g.small_tables)),
 )
 LOWER_EXPERTS = Step("lower experts", experts.lower_experts, lambda g: len(g.mixtures))
 # Last: what passes made has the type that they gave it, and what the export left has float32.
@@ -137,16 +138,17 @@ PASSES: dict[str, tuple[Step, ...]] = {
         *LOWER_EMBEDDING,
         REMOVE_DEAD,
     ),
-    # A vision tower.
-    "cpu-vision": (
+    # A tower for images or audio.
+    "cpu-tower": (
         RAISE,
-        Step("attend to patches", vision.attend_to_patches, lambda g: g.vision.attentions if g.vision else 0),
+        Step("attend to patches", vision.attend_to_patches, lambda g: g.tower.attentions if g.tower else 0),
         Step("turn patches", vision.turn_patches, vision.count_turns),
-        Step("lower norms", norms.lower_norms, lambda g: g.vision.norms if g.vision else 0),
+        Step("lower norms", norms.lower_norms, lambda g: g.tower.norms if g.tower else 0),
         Step("fuse SiLU", norms.fuse_silu, vision.count_silus),
         Step("inline bounds", vision.inline_bounds),
         Step("inline convolutions", vision.inline_convolutions, vision.count_convolutions),
         Step("store positions", vision.store_positions, lambda g: int(vision.has_table(g))),
+        Step("store kernels", vision.store_kernels, lambda g: CONVOLUTIONS * (g.audio is not None)),
         Step("lower linears", cpu_linears.lower_linears, lambda g: len(g.linears)),
         REMOVE_DEAD,
     ),

@@ -18,6 +18,8 @@ from llmc.runtime.api.handle import Handle
 from llmc.runtime.api.options import EngineOptions
 from llmc.runtime.api.request import Request
 from llmc.runtime.api.results import GenerationResult
+from llmc.runtime.api.transcript import SPARE_TOKENS, Transcript, TranscriptHandle, find_language, make_messages
+from llmc.runtime.audio.tower import AudioTower
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.engine.input_processor import text_tokens
 from llmc.runtime.loaded import LoadedBundle
@@ -30,8 +32,7 @@ from llmc.runtime.tools.calls import read_tools
 from llmc.runtime.tools.formats import writer
 from llmc.runtime.tools.plan import ChatPlan, plan_chat
 from llmc.runtime.tools.thinking import marks_of
-from llmc.runtime.vision.tiles import Tiles
-from llmc.runtime.vision.tower import Tower, take_images
+from llmc.runtime.vision.tower import RowTower, take_images
 
 Messages = Sequence[Mapping[str, Any]]
 REQUEST_FIELDS = {field.name for field in fields(Request)} - {"prompt", "params"}
@@ -59,7 +60,7 @@ class Generator(LoadedBundle):
         runner: runs one sequence at a time, for benchmarks and evaluation; not while requests run.
         make_engine: makes the engine, for the first request.
         options: of the engine.
-        tower: computes images; None for a model that takes text alone.
+        tower: computes images or audio; None for a model that takes text alone.
         folder, manifest, tokenizer, threads: see :class:`LoadedBundle`.
     """
 
@@ -72,7 +73,7 @@ class Generator(LoadedBundle):
         threads: int,
         make_engine: Callable[["Generator"], Engine],
         options: EngineOptions | None = None,
-        tower: Tower | None = None,
+        tower: RowTower[Any] | None = None,
     ) -> None:
         tokenizer.require_spaces(folder)
         super().__init__(folder, manifest, tokenizer, runner.session, threads, runner.max_context)
@@ -85,8 +86,8 @@ class Generator(LoadedBundle):
         self._closed = False
 
     @property
-    def tower(self) -> Tower:
-        """Images to rows of embeddings. UsageError if the bundle takes text alone."""
+    def tower(self) -> RowTower[Any]:
+        """Images or audio to rows of embeddings. UsageError if the bundle takes text alone."""
         if self._tower is None:
             raise UsageError(
                 "messages",
@@ -239,6 +240,48 @@ class Generator(LoadedBundle):
                     return handle
             raise
 
+    def transcribe(
+        self, audio: Any, *, language: str | None = None, prompt: str | None = None, **sampling: Any
+    ) -> Transcript:
+        """Write down what is said in ``audio``; takes and raises what :meth:`stream_transcript` does."""
+        handle = self.stream_transcript(audio, language=language, prompt=prompt, **sampling)
+        return handle.transcript(handle.result())
+
+    def stream_transcript(
+        self, audio: Any, *, language: str | None = None, prompt: str | None = None, **sampling: Any
+    ) -> TranscriptHandle:
+        """Like :meth:`transcribe`, as an iterator of the text.
+
+        Args:
+            audio: the path of a WAV, FLAC, Ogg or MP3 file; its bytes; or floats [samples] at the model's rate.
+            language: name or ISO 639 code; default: the model recognizes it.
+            prompt: names and words that may occur, or the topic.
+            sampling: as for :meth:`generate`; ``max_tokens`` follows from the length of the audio by default.
+
+        Raises:
+            ContextError: it is too long for the context.
+            RequestError: it cannot be decoded.
+            UsageError: the model hears nothing, or was not trained with this language.
+        """
+        part, tower = self.manifest.geometry.audio, self._tower
+        if part is None or not isinstance(tower, AudioTower):
+            raise UsageError("audio", "is given to a model that hears none", "take a bundle of a model that does")
+        name, most = find_language(language), self.engine.max_context
+        clip = tower.prepare(audio, "the audio", most)
+        beginning = part.opening.replace("{language}", name) if name else ""
+        messages = make_messages(clip, prompt, beginning)
+        _, ids, clips = self._chat_prompt(messages, False, None, not name, continue_final_message=bool(name))
+        rows = tower.compute_rows(clips, ids)
+        sampling = {
+            "max_tokens": max(1, min(most - len(ids), len(rows.rows) + SPARE_TOKENS)),
+            **sampling,
+            "images": rows,
+        }
+        opened = partial(TranscriptHandle, opening=part.opening, language=name, seconds=clip.seconds)
+        handle = self.engine.submit(self.request(ids, **sampling), opened)
+        handle.owner = self
+        return handle
+
     def _submit_chat(self, ids: list[int], plan: ChatPlan, read: ChatPlan, sampling: Mapping[str, Any]) -> ChatHandle:
         request = self.request(ids, **plan.make_sampling(self.tokenizer, sampling))
         parameters = request.params
@@ -282,8 +325,9 @@ class Generator(LoadedBundle):
         on_overflow: str | None,
         add_generation_prompt: bool = True,
         **variables: Any,
-    ) -> tuple[str, list[int], list[Tiles]]:
-        tokenizer, (messages, images) = self.tokenizer, take_images(messages)
+    ) -> tuple[str, list[int], list[Any]]:
+        kinds = () if self._tower is None else (self._tower.kind,)
+        tokenizer, (messages, images) = self.tokenizer, take_images(messages, *kinds)
         tower = self.tower if images else None
         disguise = None if parse_special else Disguise(tokenizer.controls)
         from llmc.runtime.text.shown import render_messages  # jinja, for those who chat
@@ -295,7 +339,7 @@ class Generator(LoadedBundle):
             return tokenizer.encode_disguised(text, disguise) if disguise else tokenizer.encode(text, False)
 
         shown, most = tokenizer.controls.unmark(prompt) if disguise else prompt, self.engine.max_context
-        seen: list[Tiles] = []
+        seen: list[Any] = []
         if tower is not None:
             prompt, seen = tower.write_images(prompt, images, tokenizer.controls.mark if disguise else str, most)
         return shown, text_tokens(tokenizer, prompt, encode, most, on_overflow), seen

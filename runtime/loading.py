@@ -25,10 +25,12 @@ from llmc.bundle import (
     read_undisturbed,
     verify_files,
 )
+from llmc.bundle.model.audio import Audio
 from llmc.bundle.model.kinds import allows, refuse
 from llmc.errors import BundleError, UsageError, format_name
 from llmc.runtime.api import DRAFT_WORDS
 from llmc.runtime.api.options import Determinism, EngineOptions, row_limit
+from llmc.runtime.audio.tower import AudioTower
 from llmc.runtime.embedder import ABILITIES, Embedder
 from llmc.runtime.engine.engine import Engine
 from llmc.runtime.generator import Generator
@@ -53,7 +55,7 @@ from llmc.runtime.speculation.head_drafter import AssistantDrafter, HeadDrafter
 from llmc.runtime.speculation.model_drafter import ModelDrafter
 from llmc.runtime.text.tokenizer import Tokenizer
 from llmc.runtime.text.trial import try_tokenizer
-from llmc.runtime.vision.tower import Tower
+from llmc.runtime.vision.tower import RowTower, Tower
 
 log = logging.getLogger(__name__)
 _B = TypeVar("_B", bound=LoadedBundle)
@@ -131,8 +133,8 @@ def load(
         _in_range("memory", memory, 0, 1 << 50)
         fitting = limits.max_context if memory is None else _find_fitting_context(folder, manifest, memory, max_context)
         context = _in_range("max_context", max_context, fitting, limits.max_context)
-        vision, most = manifest.geometry.vision, limits.prefill_chunk
-        chunk = _in_range("prefill_chunk", prefill_chunk, most, most, min(most, vision.least_chunk) if vision else 1)
+        geometry, most = manifest.geometry, limits.prefill_chunk
+        chunk = _in_range("prefill_chunk", prefill_chunk, most, most, min(most, geometry.least_chunk))
         workers = _in_range("threads", threads, usable_threads(), 1024)
         _check_options(folder, manifest, context, engine_options, {**options, "adapters": adapters})
         check_load(folder, manifest, context, memory)
@@ -198,13 +200,13 @@ def _check_kind(manifest: Manifest, kind: type[LoadedBundle]) -> None:
         raise UsageError("bundle", ability, "load one that does")
 
 
-def open_tower(folder: Path, manifest: Manifest, threads: int) -> Tower | None:
-    """The tower of a bundle that sees."""
-    vision = manifest.geometry.vision
-    if vision is None:
+def open_tower(folder: Path, manifest: Manifest, threads: int) -> RowTower[Any] | None:
+    """The tower of a bundle that sees or hears."""
+    part = manifest.geometry.tower
+    if part is None:
         return None
-    session = StatelessSession(folder, manifest, threads, "vision", "embeddings")
-    return Tower(vision, session.run)
+    run = StatelessSession(folder, manifest, threads, part.graph, "embeddings").run
+    return AudioTower(part, run) if isinstance(part, Audio) else Tower(part, run)
 
 
 def _check_options(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles.geometries import VISION, uniform
+from doubles.geometries import AUDIO, VISION, uniform
 from doubles.refusals import about
 
 from llmc.bundle import Budget, Geometry
@@ -14,6 +14,7 @@ from llmc.bundle.model.draft_head import DraftHead
 from llmc.bundle.model.encoder import Encoder
 from llmc.bundle.model.experts import Experts
 from llmc.bundle.model.kinds import CLASHES, FEATURES, KINDS, allows, kinds_of, refuse
+from llmc.bundle.model.linear import Codes
 from llmc.bundle.model.recurrent import Recurrent
 from llmc.errors import UsageError
 from llmc.optimize.recipe import BuildRequest
@@ -33,7 +34,11 @@ MODELS: dict[str, Geometry] = {
     "has layers that read the caches of others": SHARING,
     "shares caches among its own layers": SHARING,
     "has experts": replace(PLAIN, mixtures=(Experts(name="experts", layer=0, count=4, chosen=2, inner=32, width=64),)),
+    "has weights of 2 bits": replace(
+        PLAIN, linears=tuple(replace(it, codes=Codes(2, 64, zero_points=False)) for it in PLAIN.linears)
+    ),
     "sees images": replace(PLAIN, vision=VISION),
+    "hears audio": replace(PLAIN, audio=AUDIO),
     "has recurrent layers": replace(
         PLAIN, recurrents=(Recurrent(name="conv", layer=0, rule="conv", taps=4, channels=64),)
     ),

@@ -5,13 +5,23 @@ from functools import cached_property
 from typing import Annotated, Any
 
 from llmc.bundle.model.attention import Attention
+from llmc.bundle.model.audio import Audio
 from llmc.bundle.model.cache import Cache
 from llmc.bundle.model.diffusion import MOST_MASKS, Diffusion
 from llmc.bundle.model.draft_head import HEAD_INPUT, DraftHead
 from llmc.bundle.model.encoder import DENSE, SCORE, Encoder
 from llmc.bundle.model.experts import Experts, Mlp
 from llmc.bundle.model.linear import Codes, Linear
-from llmc.bundle.model.names import EMBEDDING, HEAD, HIDDEN, PER_LAYER, PER_LAYER_PROJECTION
+from llmc.bundle.model.names import (
+    DISTANCES,
+    EMBEDDING,
+    HEAD,
+    HIDDEN,
+    PER_LAYER,
+    PER_LAYER_PROJECTION,
+    POSITIONS,
+    TYPES,
+)
 from llmc.bundle.model.norm import Norm
 from llmc.bundle.model.ranges import Count, Positions, Vocabulary, Width
 from llmc.bundle.model.recurrent import Recurrent
@@ -41,6 +51,7 @@ class Geometry:
     per_layer: Annotated[int, range(1 << 16)] = 0
     layer_scalars: bool = False  # each layer ends with a factor of its own
     vision: Vision | None = None  # images become rows of embeddings in the places of tokens
+    audio: Audio | None = None  # audio does; no model has both
     diffusion: Diffusion | None = None  # the graph asks how many positions of a row its tokens see
     head: DraftHead | None = None  # the decoder takes a row for each token: another model's hidden states and its own
     # Tokens of a text beyond which ropes have other factors (longrope), 0 for never. The graph then asks for the length
@@ -64,22 +75,27 @@ class Geometry:
         head's states; 0 if the graph takes no such rows."""
         if self.head is not None:
             return len(self.head.borders) * self.head.width + self.head.own_width
-        return self.hidden_size * (1 + self.vision.deep) if self.vision else 0
+        return self.hidden_size * (1 + self.tower.deep) if self.tower else 0
+
+    @property
+    def tower(self) -> Vision | Audio | None:
+        """The part that makes such rows of images or audio."""
+        return self.vision or self.audio
 
     @property
     def coordinates(self) -> int:
         """Numbers in the position of a token: 3 if the graph takes positions with rows and columns, else 0."""
-        return self.vision.axes if self.vision else 0
+        return self.tower.axes if self.tower else 0
 
     @property
     def least_chunk(self) -> int:
         """Tokens that a call must have room for."""
-        return self.vision.least_chunk if self.vision else 1
+        return self.tower.least_chunk if self.tower else 1
 
     @property
     def every_linear(self) -> tuple[Linear, ...]:
         """The linears of all graphs: a tower's, then the model's own."""
-        return (*(self.vision.linears if self.vision else ()), *self.linears)
+        return (*(self.tower.linears if self.tower else ()), *self.linears)
 
     @property
     def generates(self) -> bool:
@@ -92,9 +108,14 @@ class Geometry:
         return "decoder" if self.generates else "encoder"
 
     @property
-    def small_tables(self) -> int:
-        """Number of tables that have no row for each token of the vocabulary."""
-        return self.learned_positions + self.takes_types + (self.encoder is not None and self.encoder.biased)
+    def small_tables(self) -> dict[str, tuple[int, int]]:
+        """Shapes of the tables that have no row for each token of the vocabulary."""
+        hidden, encoder = self.hidden_size, self.encoder
+        sizes = {POSITIONS: (self.learned_positions * self.max_positions, hidden)}
+        if encoder is not None:
+            distances = encoder.biased * (2 * self.max_positions - 1)
+            sizes |= {TYPES: (encoder.types, hidden), DISTANCES: (distances, self.most_heads)}
+        return {name: shape for name, shape in sizes.items() if shape[0]}
 
     @property
     def takes_types(self) -> bool:
@@ -143,6 +164,11 @@ class Geometry:
         return tuple(part for part in parts if part.codes is not None)
 
     @property
+    def two_bits(self) -> bool:
+        """True if the checkpoint stores some linear as 2-bit codes."""
+        return any(linear.codes is not None and linear.codes.bits == 2 for linear in self.linears)
+
+    @property
     def sensitive(self) -> tuple[str, ...]:
         """Names of the linears that lose most in 4 bits: values and the MLP's last product, in the first and last
         eighth of the layers and every third one between. Source: llama.cpp's Q4_K_M."""
@@ -170,18 +196,24 @@ class Geometry:
         return frozenset({norm.name for norm in self.norms} & {linear.producer for linear in self.linears})
 
     @property
+    def mixes(self) -> bool:
+        """True if 8-bit activations lose little once neighbouring inputs of linears are mixed: those of an encoder
+        whose norms are layer norms. Outliers of RMS norms' models are larger."""
+        return self.encoder is not None and all(norm.kind == "layer" for norm in self.norms)
+
+    @property
     def rotates(self) -> bool:
         """True if an orthogonal matrix can be folded into the weights around the residual stream.
 
         Only RMS norms may read the stream, and only linears may add to it. Folding would destroy weights that a
-        checkpoint stores as 8-bit integers with a scale for each row (W8A8).
+        checkpoint stores as integers that W8A8 multiplies: of 2 or 8 bits, with a scale for each row.
         """
         inner = self.read_norms.union(*(item.inner_norms for item in self.mixers))
         return (
             self.generates
             and self.head is None
             and not any(
-                linear.codes and (linear.codes.bits, linear.codes.block) == (8, linear.inputs)
+                linear.codes and linear.codes.bits != 4 and linear.codes.block == linear.inputs
                 for linear in self.linears
             )
             and all(norm.kind == "rms" and norm.name in inner for norm in self.norms)
@@ -271,8 +303,9 @@ class Geometry:
             and all(item.is_sound(self.linear) for item in self.mixtures)
             and self.borrows == (self.head is not None and self.shares)
             and not (self.borrows and (self.writing or self.recurrents))
-            and (self.vision is None or self.vision.is_sound(self.vocab_size))
-            and (self.vision is None or self.vision.deep <= self.layers)
+            and (self.tower is None or self.tower.is_sound(self.vocab_size))
+            and (self.tower is None or self.tower.deep <= self.layers)
+            and (self.vision is None or self.audio is None)
             and (self.diffusion is None or self.diffusion.mask_token_id < self.vocab_size)
         )
 

@@ -67,7 +67,7 @@ KINDS = (
     Kind(
         "embeds or ranks texts",
         lambda geometry: geometry.encoder,
-        tuple(FEATURES),
+        tuple(name for name in FEATURES if name != "activations"),
         one_graph=True,
         float_activations=True,
         whole_texts=True,
@@ -110,7 +110,10 @@ KINDS = (
     Kind(
         "has experts", lambda geometry: geometry.mixtures, ("gpu", "sparsity"), one_graph=True, float_activations=True
     ),
+    # A W8A8 graph for prompts would take four times the memory of what such a model is chosen for.
+    Kind("has weights of 2 bits", lambda geometry: geometry.two_bits, (), float_activations=True),
     Kind("sees images", lambda geometry: geometry.vision, ("gpu", "stages")),
+    Kind("hears audio", lambda geometry: geometry.audio, ("gpu", "stages")),
     Kind("has recurrent layers", lambda geometry: geometry.recurrents, ("gpu",)),
     Kind("has activations with learned scalars", lambda geometry: any(it.learned for it in geometry.mlps), ("gpu",)),
     Kind("has latent attention", lambda geometry: any(it.latent for it in geometry.attentions), ("gpu",)),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from math import isqrt
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from llmc.bundle.model.linear import Linear
 from llmc.bundle.model.ranges import Positions
@@ -78,6 +78,9 @@ class Patching:
 @dataclass(frozen=True)
 class Vision:
     """A tower that makes rows of embeddings from images; the rows replace a prompt's image tokens."""
+
+    graph: ClassVar[str] = TOWER  # name of its graph
+    kind: ClassVar[str] = "image"  # of the parts of messages that it reads
 
     tile: Pixels  # per side, whole squares of patches; each square becomes a row
     patch: Pixels  # per side

@@ -29,7 +29,7 @@ from llmc.export.sources.parameters import Tensors, decoder_tensors, explain_sha
 from llmc.export.sources.quantization import add_modelopt, read_quantization
 from llmc.export.sources.safetensors import DTYPE_NAMES, FLOATS, StoredTensor, read_shards
 from llmc.export.sources.tokens import cut_tokenizer, lower
-from llmc.export.sources.towers import read_image_steps, read_tower
+from llmc.export.sources.towers import read_media_steps, read_tower
 from llmc.ggml import LAYOUTS
 from llmc.origin import find_own_file, fingerprint, read_origin
 
@@ -139,7 +139,7 @@ def _read_folder(folder: Path, named: Sequence[tuple[Path, float]], text_only: b
     ending = read_ending(folder, values)
     keys = Keys(keep_text_part(values) if text_only or ending else values, str(folder / CONFIG_FILE))
     quantization = read_quantization(keys)
-    config = read_image_steps(folder, read_config(keys))
+    config = read_media_steps(folder, read_config(keys))
     if ending is None and (ending := default_ending(folder, values, config)):
         keys.note("without modules.json the vectors are the mean of all tokens, as sentence-transformers has it")
     adapters = [read_adapter(adapter, scale, folder, values) for adapter, scale in named]

@@ -288,11 +288,11 @@ class _Parts:
                 yield PAIRS[self._read(packed, start, stop)].reshape(stop - start, inputs)
 
         def halves() -> NDArray[np.float32]:
-            values = self._read_scales(scales)
+            values: NDArray[np.float32] = self._read_scales(scales) * np.float32(0.5)
             if common is not None:
                 factor = self._read(common).reshape(())
                 values = values * factor if part == "weight_scale_2" else values / factor
-            return np.asarray(values * np.float32(0.5), np.float32)
+            return values
 
         return QuantizedTensor(MadeTensor("I8", (outputs, inputs), pieces), block, halves)
 

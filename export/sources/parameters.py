@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle.model.attention import Attention
+from llmc.bundle.model.names import EMBEDDED_NORM
 from llmc.bundle.model.recurrent import Recurrent
 from llmc.errors import CheckpointError
-from llmc.export.config import DecoderConfig
+from llmc.export.config import FINAL_NORM, DecoderConfig
 from llmc.export.parts.experts import STEEP
 from llmc.export.parts.recurrent import RecurrentConfig
 from llmc.export.sources.codes import GgmlTensor, Mxfp4Tensor, QuantizedTensor, Weight, join_stacks, rows_of
@@ -81,6 +82,10 @@ def _convert_recurrent(folder: Path, config: DecoderConfig, item: Recurrent, ten
 def _list_norms_of_ones(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Norms whose weight is one, because none is stored, or because the stored one differs by head or group."""
     values = [f"{item.name}.v_norm.weight" for item in config.geometry.attentions]
+    values += [f"{EMBEDDED_NORM}.weight"] if config.embedding_normed else []
+    for index, layer in enumerate(config.layers):
+        if layer.attention is not None and layer.attention.qk_norm == "unweighted_head":
+            values += [f"model.layers.{index}.self_attn.{part}_norm.weight" for part in "qk"]
     values += [
         f"{it.name}.{p}_norm.weight"
         for it in config.geometry.attentions
@@ -136,6 +141,7 @@ def list_offset_norms(config: DecoderConfig) -> set[str]:
     plain = {
         f"{item.name}.norm" for item in config.geometry.recurrents
     }  # norms after a recurrence store their weights unchanged
+    plain |= {FINAL_NORM} if config.norm.plain_end else set()
     listed = {norm.name for norm in config.geometry.norms} - plain
     return {f"{name}.weight" for name in listed} if config.norm.offset else set()
 
@@ -186,7 +192,9 @@ def _stack_experts(folder: Path, config: DecoderConfig, tensors: Tensors) -> Ten
         experts = config.layers[item.layer].experts
         assert experts is not None
         halves = [f"{item.name}.{part}_proj.weight" for part in ("gate", "up")]
-        if tensors.keys() >= {*halves}:
+        if experts.squared and halves[1] in tensors:
+            stacked[halves[0]] = _steepen(folder, tensors[halves[1]])
+        if stacked.keys() >= {*halves}:
             name, shape = f"{item.name}.gate_up_proj.weight", (item.count, 2 * item.inner, item.width)
             stacked[name] = _join(folder, stacked.pop(halves[0]), stacked.pop(halves[1]), shape)
             continue
@@ -204,7 +212,7 @@ def _stack_experts(folder: Path, config: DecoderConfig, tensors: Tensors) -> Ten
                 raise CheckpointError(f"{folder}: the experts of {item.name} have several dtypes; expected one for all")
             coded = [weight for weight in parts if isinstance(weight, QuantizedTensor)]
             if names == first and experts.squared:
-                coded[::2] = [replace(gate, scales=partial(_steepen, gate.scales)) for gate in coded[::2]]
+                coded[::2] = [_steepen_codes(gate) for gate in coded[::2]]
             floats = [weight for weight in parts if isinstance(weight, StoredTensor | MadeTensor)]
             stacked = {name: tensor for name, tensor in stacked.items() if name not in expert_names}
             shape = (item.count, part.outputs, part.inputs)
@@ -225,6 +233,8 @@ def _join(folder: Path, gate: Weight, up: Weight, shape: tuple[int, ...]) -> Wei
         raise CheckpointError(f"{folder}: {explain_shape('gate or up of experts', gate.shape, half)}")
     if isinstance(gate, GgmlTensor) and isinstance(up, GgmlTensor):
         return join_stacks(gate, up)
+    if isinstance(gate, QuantizedTensor) and isinstance(up, QuantizedTensor):
+        return _join_codes(folder, gate, up)
     assert isinstance(gate, StoredTensor | MadeTensor) and isinstance(up, StoredTensor | MadeTensor)
 
     def pieces() -> Iterator[Array]:
@@ -232,6 +242,24 @@ def _join(folder: Path, gate: Weight, up: Weight, shape: tuple[int, ...]) -> Wei
             yield np.concatenate(both)[None]
 
     return MadeTensor(gate.dtype, shape, pieces)
+
+
+def _join_codes(folder: Path, gate: QuantizedTensor, up: QuantizedTensor) -> QuantizedTensor:
+    """As :func:`_join`, of codes that come an expert at a time."""
+    rows, columns = gate.codes.shape
+
+    def pieces() -> Iterator[Array]:
+        for both in zip(read_pieces(folder, gate.codes), read_pieces(folder, up.codes), strict=True):
+            yield np.concatenate(both)
+
+    def joined(parts: Sequence[Callable[[], NDArray[np.float32]]]) -> NDArray[np.float32]:
+        both = [read().reshape(gate.stacked, rows // gate.stacked, -1) for read in parts]
+        return np.concatenate(both, 1).reshape(2 * rows, -1)
+
+    offsets = [it.offsets for it in (gate, up) if it.offsets is not None]
+    codes = MadeTensor(gate.dtype, (2 * rows, columns), pieces)
+    scales = partial(joined, [it.scales for it in (gate, up)])
+    return replace(gate, codes=codes, scales=scales, offsets=partial(joined, offsets) if offsets else None)
 
 
 def _read_rows(folder: Path, tensor: StoredTensor | MadeTensor) -> Iterator[Array]:
@@ -296,9 +324,20 @@ def _read_all(
             yield (matrix * STEEP).astype(matrix.dtype) if is_gate else matrix
 
 
-def _steepen(scales: Callable[[], NDArray[np.float32]]) -> NDArray[np.float32]:
-    steep: NDArray[np.float32] = scales() * np.float32(STEEP)
-    return steep
+def _steepen(folder: Path, tensor: Weight) -> Weight:
+    """Experts' weights times STEEP, of the same type."""
+    if isinstance(tensor, QuantizedTensor):
+        return _steepen_codes(tensor)
+    dtype = array_type(tensor.dtype)
+    return make_view(folder, tensor, lambda whole: (whole * STEEP).astype(dtype), tensor.shape)
+
+
+def _steepen_codes(tensor: QuantizedTensor) -> QuantizedTensor:
+    def times(read: Callable[[], NDArray[np.float32]]) -> NDArray[np.float32]:
+        return np.asarray(read() * np.float32(STEEP), np.float32)
+
+    offsets = None if tensor.offsets is None else partial(times, tensor.offsets)
+    return replace(tensor, scales=partial(times, tensor.scales), offsets=offsets)
 
 
 def _map(folder: Path, tensor: StoredTensor) -> Array:

@@ -1,4 +1,4 @@
-"""Read the tower of a checkpoint: its tensors, and the steps from an image to what the tower sees."""
+"""Read the tower of a checkpoint: its tensors, and the steps from an image, or audio, to what the tower takes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from llmc import bundle
 from llmc.bundle.model.vision import TOWER
 from llmc.errors import CheckpointError
+from llmc.export.audio.reading import read_audio
+from llmc.export.audio.shapes import AudioTowerConfig
 from llmc.export.config import DecoderConfig
 from llmc.export.keys import read_object, require_object
 from llmc.export.sources.adapters import Adapter, merge_adapters
@@ -27,25 +29,33 @@ from llmc.export.vision.shapes import TowerConfig
 T = TypeVar("T")
 
 
-def read_image_steps(folder: Path, config: DecoderConfig) -> DecoderConfig:
-    """The decoder with what the checkpoint's processor does to images; as it is without a tower."""
+def read_media_steps(folder: Path, config: DecoderConfig) -> DecoderConfig:
+    """The decoder with what the checkpoint's processor does to images or audio; as it is without a tower."""
     if config.tower is None:
         return config
     files = [read_object(folder, name) or {} for name in (PROCESSOR_FILE, IMAGES_FILE)]
-    norms = sum(name.endswith("norm.weight") for name in config.tower.parameter_shapes)
-    vision = replace(read_vision(folder, config.tower, *files), norms=norms)
-    path, image_token = folder / bundle.TOKENIZER_FILE, (vision.token_id, vision.markers.image)
-    if vision.token_id >= config.vocab_size:
+    if isinstance(config.tower, AudioTowerConfig):
+        audio = read_audio(folder, config.tower, *files)
+        _check_token(folder, config, (audio.token_id, audio.token))
+        return replace(config, audio=audio)
+    vision = read_vision(folder, config.tower, *files)
+    _check_token(folder, config, (vision.token_id, vision.markers.image))
+    return replace(config, vision=vision)
+
+
+def _check_token(folder: Path, config: DecoderConfig, token: tuple[int, str]) -> None:
+    """Refuse a token for rows that the decoder or the tokenizer does not have."""
+    path = folder / bundle.TOKENIZER_FILE
+    if token[0] >= config.vocab_size:
         raise CheckpointError(
-            f"{folder / bundle.CONFIG_FILE}: the image token {image_token[0]} has no row, "
+            f"{folder / bundle.CONFIG_FILE}: the token {token[0]} of the tower's rows has no row, "
             f"vocab_size={config.vocab_size}; export only the text part with --text-only"
         )
-    if image_token not in read_tokens(str(path), require_object(folder, path.name)):
+    if token not in read_tokens(str(path), require_object(folder, path.name)):
         raise CheckpointError(
-            f"{path}: no token {image_token[1]} with the id {image_token[0]}, which {bundle.CONFIG_FILE} gives it; get "
+            f"{path}: no token {token[1]} with the id {token[0]}, which {bundle.CONFIG_FILE} gives it; get "
             "the tokenizer that the model was trained with, or export only its text part with --text-only"
         )
-    return replace(config, vision=vision)
 
 
 def read_tower(folder: Path, config: DecoderConfig, stored: Tensors, adapters: Sequence[Adapter]) -> Tensors:
@@ -57,7 +67,7 @@ def _rename(folder: Path, config: DecoderConfig, stored: Mapping[str, T]) -> dic
     if config.tower is None:
         return {}
     renamed = rename_tensors(folder, replace(config, renamed=config.tower.renamed, left_out=("head",)), stored)
-    return {name: tensor for name, tensor in renamed.items() if name.startswith(f"{TOWER}.")}
+    return {name: tensor for name, tensor in renamed.items() if name.startswith(f"{config.tower.root}.")}
 
 
 def _tower_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Tensors:

@@ -1,6 +1,7 @@
 """The shapes of towers that place patches by row and column: Gemma 4's, and the few linears of Gemma 4 12B."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from llmc.bundle.model.linear import Linear
 from llmc.bundle.model.vision import TOWER
@@ -22,6 +23,8 @@ class AxialTowerConfig:
     """A vision transformer over the patches of one image of any size: each patch has a vector for its row and one for
     its column, heads turn by both, and the mean of a square of patches becomes a row. Without ``layers``, linears make
     rows of pixels. Fields without a comment are as in :class:`llmc.export.vision.shapes.TowerConfig`."""
+
+    root: ClassVar[str] = TOWER
 
     patch: int
     merged: int

@@ -109,7 +109,7 @@ def read_vision(
     return vision
 
 
-def count_norms(tower: TowerConfig | PatchTowerConfig) -> int:
+def count_norms(tower: TowerConfig | PatchTowerConfig | AxialTowerConfig) -> int:
     """Number of norms of a tower: each has one vector called ``weight``, and nothing else has."""
     shapes = tower.parameter_shapes.items()
     return sum(len(shape) == 1 and name.endswith(".weight") for name, shape in shapes)
@@ -283,6 +283,7 @@ def _read_filled(keys: Keys, tower: AxialTowerConfig) -> Vision:
         *(square, tower.patch, 1, tower.token_id, None),
         *(FILLED_MARKERS, tower.layers, tower.linears, patching),
         both_ways=tower.both_ways,
+        norms=count_norms(tower),
     )
 
 

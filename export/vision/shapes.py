@@ -1,8 +1,8 @@
 """The shapes of towers: a vision transformer, and the linears that make rows for the decoder of patches."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from llmc.bundle.model.linear import Linear
 from llmc.bundle.model.norm import NormKind
@@ -22,6 +22,8 @@ LAYER_NORMS, NORM_PARTS = ("input_layernorm", "post_attention_layernorm"), ("wei
 @dataclass(frozen=True)
 class TowerConfig:
     """A vision transformer as SigLIP is one (arXiv 2303.15343): learned positions, norms before a layer's parts."""
+
+    root: ClassVar[str] = TOWER  # module path
 
     tile: int  # pixels per side of what it sees
     patch: int  # pixels per side of a patch
@@ -61,11 +63,7 @@ class TowerConfig:
             ends.append(Linear(name, inner, width, bias, f"{TOWER}.{read}", "", None, exact=True))
             width, read = inner, "connector_hidden"
         ends.append(Linear(f"{TOWER}.connector", self.outputs, width, bias, f"{TOWER}.{read}", "", None, exact=True))
-        rows = [(f"self_attn.{part}_proj", self.width, self.width, LAYER_NORMS[0]) for part in "qkv"]
-        rows.append(("self_attn.o_proj", self.width, self.width, "self_attn"))
-        rows.append(("mlp.up_proj", self.inner, self.width, LAYER_NORMS[1]))
-        rows.append(("mlp.down_proj", self.width, self.inner, "mlp"))
-        return (first, *(linear for index in range(self.layers) for linear in _list_layer(index, rows)), *ends)
+        return (first, *list_layers(TOWER, self.layers, self.width, self.inner), *ends)
 
     @property
     def parameter_shapes(self) -> Shapes:
@@ -84,6 +82,8 @@ class TowerConfig:
 class PatchTowerConfig:
     """A vision transformer over the patches of a whole image of any size, as Qwen's are: rotary embeddings of rows and
     columns, and a row of each square of patches. Fields without a comment are as in :class:`TowerConfig`."""
+
+    root: ClassVar[str] = TOWER
 
     patch: int
     frames: int  # copies of each patch's pixels
@@ -130,7 +130,7 @@ class PatchTowerConfig:
         rows.append(("mlp.down_proj", self.width, self.inner, "mlp"))
         linears = [first]
         for index in range(self.layers):
-            linears += _list_layer(index, rows)
+            linears += _list_layer(TOWER, index, rows)
             if index in self.deep:
                 linears += self._list_merger(f"{TOWER}.deep.{self.deep.index(index)}")
         return (*linears, *self._list_merger(f"{TOWER}.merger"))
@@ -154,9 +154,19 @@ class PatchTowerConfig:
         return places | shapes_of_linears(self.linears) | norms
 
 
-def _list_layer(index: int, rows: Iterable[tuple[str, int, int, str]]) -> list[Linear]:
+def list_layers(root: str, layers: int, width: int, inner: int) -> Iterator[Linear]:
+    """The linears of the layers of a transformer without gates, in the order of computation; ``root`` is its path."""
+    rows = [(f"self_attn.{part}_proj", width, width, LAYER_NORMS[0]) for part in "qkv"]
+    rows.append(("self_attn.o_proj", width, width, "self_attn"))
+    rows.append(("mlp.up_proj", inner, width, LAYER_NORMS[1]))
+    rows.append(("mlp.down_proj", width, inner, "mlp"))
+    for index in range(layers):
+        yield from _list_layer(root, index, rows)
+
+
+def _list_layer(root: str, index: int, rows: Iterable[tuple[str, int, int, str]]) -> list[Linear]:
     """The linears of a layer from their names, outputs, inputs and what they read."""
-    at = f"{TOWER}.layers.{index}"
+    at = f"{root}.layers.{index}"
     return [
         Linear(f"{at}.{name}", outputs, inputs, True, f"{at}.{read}", "", index) for name, outputs, inputs, read in rows
     ]

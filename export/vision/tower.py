@@ -170,7 +170,7 @@ class Tower(nn.Module):
         norm = NormConfig(config.eps, "layer", bias=True)
         self.patch_embedding = PatchEmbedding(config.patch, config.width)
         self.position_embedding = PositionTable(config.side**2, config.width)
-        self.layers = _make_layers(config, norm)
+        self.layers = make_layers(config.layers, config.width, config.heads, config.inner, "gelu_tanh", norm)
         self.norm = Norm(config.width, norm)
         pools = config.projector == "pool"
         self.merge = (PoolPatches if pools else MergePatches)(config.side, config.merged)
@@ -186,10 +186,13 @@ class Tower(nn.Module):
         return rows
 
 
-def _make_layers(config: TowerConfig, norm: NormConfig) -> nn.ModuleList:
-    mlp = MlpConfig(inner=config.inner, activation="gelu_tanh", gated=False, bias=True)
-    attentions = (PatchAttention(config.width, config.heads) for _ in range(config.layers))
-    return nn.ModuleList(TowerLayer(attention, mlp, config.width, norm) for attention in attentions)
+def make_layers(
+    layers: int, width: int, heads: int, inner: int, activation: Activation, norm: NormConfig
+) -> nn.ModuleList:
+    """The layers of a transformer without gates, as :func:`llmc.export.vision.shapes.list_layers` lists them."""
+    mlp = MlpConfig(inner=inner, activation=activation, gated=False, bias=True)
+    attentions = (PatchAttention(width, heads) for _ in range(layers))
+    return nn.ModuleList(TowerLayer(attention, mlp, width, norm) for attention in attentions)
 
 
 class GridTower(nn.Module):
@@ -200,7 +203,7 @@ class GridTower(nn.Module):
         norm, self.wide = NormConfig(config.eps, "layer", bias=True), config.width * config.merged**2
         self.patch_embedding = Linear(3 * config.patch**2, config.width, bias=True)
         self.position_embedding = PlaceTable(config.side**2, config.width)
-        self.layers = _make_layers(config, norm)
+        self.layers = make_layers(config.layers, config.width, config.heads, config.inner, "gelu_tanh", norm)
         self.norm = Norm(config.width, norm)
         self.connector_norm = Norm(self.wide, NormConfig(1e-5, "layer", bias=True)) if config.projector_norm else None
         self.connector_hidden = Linear(self.wide, config.projector_inner, bias=config.projector_bias)

@@ -23,7 +23,7 @@ from llmc.bundle import ExportManifest, read_export
 from llmc.bundle.contract import INPUTS
 from llmc.bundle.model.cache import Cache
 from llmc.bundle.model.kinds import takes_whole_texts
-from llmc.bundle.model.names import EMBEDDING, HEAD, PER_LAYER, POSITIONS, TYPES
+from llmc.bundle.model.names import EMBEDDED_NORM, EMBEDDING, HEAD, PER_LAYER, POSITIONS, TYPES
 from llmc.exported import in_parallel, pieces, rows_of, sizes
 from llmc.ggml import LAYOUTS
 from llmc.optimize.lower.raising import find_weight
@@ -123,6 +123,9 @@ class Reference:
             if node.name in (POSITIONS, TYPES):
                 rows = ids.shape[1] if node.name == POSITIONS else 1  # all tokens are of the first type
                 vectors += rows_of(find_weight(node.inputs[0]), 0, rows)
+        for node in self._model.graph:
+            if node.name == EMBEDDED_NORM and node.inputs[0] is not None:
+                vectors = self._run({str(node.inputs[0].name): vectors}, str(node.outputs[0].name))
         return vectors
 
     def look_up(self, table: str, ids: Ids) -> dict[str, Float]:

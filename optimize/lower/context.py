@@ -94,7 +94,7 @@ class QuantConfigs:
     head: QuantConfig
     layers: tuple[tuple[str, QuantConfig], ...] = ()
     w8a8: PerToken | Static | None = None
-    w8a8_bits: tuple[int, ...] = (4, 8)
+    w8a8_bits: tuple[int, ...] = (2, 4, 8)
 
     def stored(self, module: str) -> QuantConfig:
         """The config of a linear, or of experts, without quantized activations."""
@@ -231,7 +231,8 @@ def quant_configs(recipe: Recipe, geometry: Geometry) -> dict[str, QuantConfigs]
         for name in (geometry.sensitive if pattern == SENSITIVE else (pattern,))
     )
     if recipe.precision == "source":
-        layers = (*((part.name, _find_own_grid(part, single)) for part in geometry.coded), *layers)
+        gpu = single or recipe.compute != "float32"
+        layers = (*((part.name, _find_own_grid(part, single, gpu)) for part in geometry.coded), *layers)
     layers += tuple((it.name, Computed() if single else Float32()) for it in geometry.every_linear if it.exact)
     stored = QuantConfigs(weights[recipe.precision], head, layers)
     if single:
@@ -241,19 +242,22 @@ def quant_configs(recipe: Recipe, geometry: Geometry) -> dict[str, QuantConfigs]
     return {"shared": prompts} if recipe.phases == "shared" else {"prefill": prompts, "decode": stored}
 
 
-def _find_own_grid(linear: Linear | Experts, single: bool) -> WeightOnly | Mxfp4:
+def _find_own_grid(linear: Linear | Experts, single: bool, gpu: bool) -> WeightOnly | Mxfp4:
     """The grid that holds a linear's own codes; blocks of the engine lie within blocks of the checkpoint."""
     codes = linear.codes
     assert codes is not None
     if isinstance(linear, Experts):
         if codes.kind == "mxfp4":
             return Mxfp4()
-        # Minima become zero points, which a 4-bit grid needs.
-        return WeightOnly(Grid(codes.bits, codes.block, codes.bits == 8 or not (codes.zero_points or codes.offsets)))
+        # Minima become zero points, which a 4-bit grid needs. QMoE takes no 2 bits.
+        plain = codes.bits != 4 or not (codes.zero_points or codes.offsets)
+        return WeightOnly(Grid(max(codes.bits, 4), codes.block, plain))
     row = codes.block == linear.inputs
     if single and codes.bits == 8 and row and not codes.zero_points:
         return WeightOnly(Grid(8, positive=True))
-    blocks = (128, 64, 32) if single else (256, 128, 64, 32, 16)
+    bits = max(codes.bits, 4) if gpu else codes.bits  # engines of GPUs have no 2 bits
+    # Kernels of 2 bits in other blocks make floats of all weights in each call.
+    blocks = (128, 64, 32) if single or bits == 2 else (256, 128, 64, 32, 16)
     block = next((block for block in blocks if codes.block % block == 0), 128 if row and not single else 0)
     if not block or (single and (codes.bits == 8 or codes.zero_points or codes.offsets)):
         terms = " with zero points" if codes.zero_points else " with minima" if codes.offsets else ""
@@ -261,9 +265,9 @@ def _find_own_grid(linear: Linear | Experts, single: bool) -> WeightOnly | Mxfp4
         raise UsageError(
             "precision",
             f"is 'source', but this target takes no integers like those of {linear.name} ({kind})",
-            f"build with --int{codes.bits}, which chooses them anew",
+            f"build with --int{max(codes.bits, 4)}, which chooses them anew",
         )
-    return WeightOnly(Grid(codes.bits, block, not codes.zero_points, single, codes.offsets))
+    return WeightOnly(Grid(bits, block, not codes.zero_points, single, codes.offsets))
 
 
 def shares_head(recipe: Recipe, geometry: Geometry) -> bool:

@@ -81,7 +81,9 @@ def bundle_bytes(geometry: Geometry, recipe: Recipe, limits: Limits, tokenizer_b
             config = choose_table_config(configs, geometry, table)
             shares = geometry.tied_head and table.name == EMBEDDING
             stored[table.name, config, False] = (offset_bytes if shares else table_bytes)(table, config)
-    beside = count_tower_bytes(geometry, configs) + count_opened_bytes(geometry, limits, recipe)
+    beside = (
+        count_tower_bytes(geometry, configs) + count_opened_bytes(geometry, limits, recipe) + _count_small(geometry)
+    )
     return sum(stored.values()) + beside + tokenizer_bytes
 
 
@@ -113,7 +115,10 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
     }
     # Scores of a chunk against all that is cached, a cosine and a sine for each half of a head, and rows of
     # embeddings, in float32.
-    per_length = 4 * (geometry.most_heads * chunk + sum(ropes.values()) * len(graphs) + geometry.row_width)
+    biases = geometry.encoder is not None and geometry.encoder.biased  # as many as scores of a row
+    per_length = 4 * (
+        geometry.most_heads * chunk * (1 + biases) + sum(ropes.values()) * len(graphs) + geometry.row_width
+    )
     logits = LOGITS_COPIES * 4 * geometry.result_width * geometry.most_results
     return MemoryPlan().add(
         Part("engine", INTERPRETER + OPENED_GRAPH * len(graphs)),
@@ -121,7 +126,7 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         Part("weights", sum(weight_bytes(geometry, recipe, BLOCK_COPIES).values()) - experts - shared, of_layers=True),
         Part("experts", experts, of_layers=True),
         Part("mapped experts", mapped, of_layers=True),
-        Part("embedding", tables[EMBEDDING], of_layers=True),
+        Part("embedding", tables[EMBEDDING] + _count_small(geometry), of_layers=True),
         Part("workspace", activation_bytes(geometry, chunk, 4), per_length=per_length),
         *_plan_caches(geometry, CACHE_BYTES[recipe.cache_type()], chunk),
         Part("logits", per_row=logits),
@@ -129,6 +134,11 @@ def memory_plan(geometry: Geometry, limits: Limits, recipe: Recipe, tokenizer_by
         Part("per-layer table", tables.get(PER_LAYER, 0), beside=True),
         *plan_tower(geometry, limits, first),
     )
+
+
+def _count_small(geometry: Geometry) -> int:
+    """Bytes of the small tables, in float32."""
+    return sum(4 * rows * width for rows, width in geometry.small_tables.values())
 
 
 def _plan_caches(geometry: Geometry, size: int, chunk: int) -> Iterator[Part]:

@@ -64,8 +64,8 @@ class Grid:
     def holds(self, codes: Codes, inputs: int) -> bool:
         """True if a checkpoint's integers of rows of ``inputs`` weights are on it, with its blocks within theirs."""
         fits = codes.block == inputs or (self.block > 0 and codes.block % self.block == 0)
-        kind = (codes.kind, codes.bits, not codes.zero_points, codes.offsets)
-        return fits and kind == ("integer", self.bits, self.symmetric, self.shifted)
+        kind = (codes.kind, not codes.zero_points, codes.offsets)
+        return fits and codes.bits in (2, self.bits) and kind == ("integer", self.symmetric, self.shifted)
 
 
 # Grid of the offsets.
@@ -140,7 +140,7 @@ def pack_rows(values: NDArray[np.int8], grid: Grid) -> NDArray[np.uint8]:
         Source: com.microsoft.MatMulNBits in ONNX Runtime's operator documentation.
     """
     columns = values.shape[1]
-    return _pack(values, grid, columns + columns % 2 if grid.bits == 4 else columns)
+    return _pack(values, grid, columns + -columns % (8 // grid.bits))
 
 
 def unpack_rows(packed: NDArray[np.uint8], grid: Grid, columns: int) -> NDArray[np.int8]:
@@ -154,6 +154,8 @@ def _pack(values: NDArray[np.int8], grid: Grid, width: int) -> NDArray[np.uint8]
     """int8 [N, C] -> uint8 [N, ``width`` * bits / 8]."""
     padded: NDArray[np.uint8] = np.full((len(values), width), -grid.low, np.uint8)
     np.add(values, -grid.low, out=padded[:, : values.shape[1]], casting="unsafe", dtype=np.int16)
-    if grid.bits == 4:
-        return np.bitwise_or(padded[:, 0::2], np.left_shift(padded[:, 1::2], 4))
-    return padded
+    fields = 8 // grid.bits
+    packed = padded[:, ::fields]
+    for place in range(1, fields):
+        packed = np.bitwise_or(packed, np.left_shift(padded[:, place::fields], place * grid.bits))
+    return packed

@@ -11,7 +11,7 @@ from llmc.runtime.api.results import Delta, GenerationResult, Output
 from llmc.runtime.sampling.logprobs import TokenLogprobs
 from llmc.runtime.tools.calls import ToolCall as ToolCall
 from llmc.runtime.tools.calls import ToolCallDelta as ToolCallDelta
-from llmc.runtime.tools.parser import ChatParser, Parsed
+from llmc.runtime.tools.parser import AnswerParser, Parsed
 
 _ID_LETTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9
@@ -84,11 +84,11 @@ class ChatHandle(Handle):
         cancel: Callable[[], None],
         outputs: int,
         keep: bool,
-        parser: Callable[[Callable[[int], str]], ChatParser],
+        parser: Callable[[Callable[[int], str]], AnswerParser],
     ) -> None:
         super().__init__(collector, cancel, outputs, keep)
         self._new_parser = parser
-        self._parsers: dict[int, ChatParser] = {}
+        self._parsers: dict[int, AnswerParser] = {}
         self._parsed: dict[int, Parsed] = {}
         self._ids: dict[tuple[int, int], str] = {}  # by output and call, shared by deltas and messages
         self._chat_result: ChatResult | None = None
@@ -133,7 +133,7 @@ class ChatHandle(Handle):
             if parsed.content or parsed.reasoning or parsed.calls:
                 yield MessageDelta(index, parsed.content, parsed.reasoning, parsed.calls)
 
-    def _parser(self, index: int) -> ChatParser:
+    def _parser(self, index: int) -> AnswerParser:
         return self._new_parser(lambda call: self._ids.setdefault((index, call), new_id()))
 
     def _chat(self, result: GenerationResult) -> ChatResult:

@@ -38,7 +38,7 @@ class Request:
     prefix_scope: str | None = None
     adapter: str | None = None  # name of a loaded LoRA adapter; None: no adapter
     thinking: Thinking | None = None  # marks and budget of the reasoning before the answer; ``chat`` fills it in
-    images: ImageRows | None = None  # embeddings in the positions of image tokens; ``chat`` makes them from messages
+    images: ImageRows | None = None  # embeddings of images or audio; ``chat`` makes them from messages
 
     def __post_init__(self) -> None:
         for name, values in _RANGES.items():

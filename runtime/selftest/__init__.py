@@ -15,7 +15,7 @@ from llmc.runtime.host import disk_cache
 from llmc.runtime.host.machine import cpu_flags
 from llmc.runtime.selftest.encoders import replay_texts
 from llmc.runtime.selftest.heads import replay_head
-from llmc.runtime.selftest.images import replay_image
+from llmc.runtime.selftest.images import replay_tower
 from llmc.runtime.selftest.prompts import replay_prompts
 from llmc.runtime.selftest.values import VerifyReport
 from llmc.runtime.sessions.onnxruntime.library import SESSION_CONFIG
@@ -74,5 +74,5 @@ def replay(
         case "values":
             return replay_head(model)
     report = replay_prompts(model, progress, limit, prompts, long)
-    replay_image(model, progress)
+    replay_tower(model, progress)
     return report

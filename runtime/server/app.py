@@ -23,6 +23,7 @@ from llmc.runtime.server.dialects import (
     ollama,
     openai_chat,
     responses,
+    transcriptions,
 )
 from llmc.runtime.server.http.call import call_of
 from llmc.runtime.server.http.errors import OPENAI_ERRORS, ApiError, from_llmc, no_route, response
@@ -41,6 +42,7 @@ ROUTERS = (
     openai_chat.router,
     completions.router,
     responses.router,
+    transcriptions.router,
     anthropic.router,
     ollama.router,
     embeddings.router,

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from llmc.runtime.tools.calls import CallFormat, Tool, ToolCallDelta
 from llmc.runtime.tools.source import BLANKS, Arguments, Called, Content, Event, Reading, Source, Thought
@@ -17,6 +18,16 @@ class Parsed:
     content: str = ""
     reasoning: str = ""
     calls: tuple[ToolCallDelta, ...] = ()
+
+
+class AnswerParser(Protocol):
+    """Parser of one output, text by text."""
+
+    def push(self, text: str) -> Parsed:
+        """The newly certain part of an output."""
+
+    def finish(self, cut: bool = False) -> Parsed:
+        """Parse the rest: no more text comes. ``cut`` is True if the output was cut off."""
 
 
 class ChatParser:

@@ -1,4 +1,4 @@
-"""Embedding rows at the image tokens of a prompt, and names for these positions in the prefix cache."""
+"""Embedding rows at the tokens of images or audio in a prompt, and names for these positions in the prefix cache."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, eq=False)
 class ImageRows:
-    """The embedding rows of all images in a prompt."""
+    """The embedding rows of all images, or of all audio, in a prompt."""
 
     positions: NDArray[np.int64]  # int64 [R], ascending: the positions of image tokens
     names: NDArray[np.int64]  # int64 [R], negative, unlike any token: the names of these positions in the prefix cache

@@ -94,6 +94,7 @@ SCALE = {
 ALSO_NAMED = {
     "diffusion language models": ("family llada", "family dream", "parameter diffusion_steps=8"),
     "multimodal input": ("family qwen2_5_vl", "option run --image", "object llmc.runtime.vision.tower:Tower"),
+    "speech": ("family qwen3_asr", "option run --audio", "object llmc.runtime.audio.tower:AudioTower"),
     "Jetson": ("page recipes/jetson.md#Install",),
     "edge services": ("page recipes/serve/llmc.service", "page recipes/arm.md", "option serve --unix-socket"),
     "energy": ("page recipes/jetson.md#Power",),

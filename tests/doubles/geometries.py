@@ -1,6 +1,7 @@
 """Geometries of decoders whose layers are all alike, for tests that need no checkpoint."""
 
 from llmc.bundle import Geometry
+from llmc.bundle.model.audio import Audio, Spectrum
 from llmc.bundle.model.linear import Linear
 from llmc.bundle.model.vision import Markers, Tiling, Vision
 from llmc.export.config import DecoderConfig, Layer
@@ -26,6 +27,19 @@ VISION = Vision(
     ),
     layers=12,
     linears=(Linear("vision.patch_embedding", 768, 768, True, "vision", "", None, exact=True),),
+)
+
+# What export writes for Qwen3-ASR 0.6B.
+AUDIO = Audio(
+    spectrum=Spectrum(rate=16_000, bands=128, frame=400, hop=160, least=8000),
+    chunk=100,
+    window=8,
+    channels=480,
+    token="<|audio_pad|>",
+    token_id=151_676,
+    opening="language {language}<asr_text>",
+    layers=18,
+    linears=(Linear("audio.conv_out", 896, 7680, False, "audio", "", None, exact=True),),
 )
 
 

@@ -42,6 +42,8 @@ ARCHITECTURES = {
     "mixtral": "llama",
     "gpt_oss": "gpt-oss",
     "Dream": "dream",
+    "falcon_h1": "falcon-h1",
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek2"),
 }
 TURNED = ("llama", "mistral", "mixtral", "ministral3", "granite", "granitemoe", "granitemoehybrid", "smollm3", "llada")
 DELTA = ("qwen3_5_text", "qwen3_next")
@@ -51,7 +53,9 @@ NO_KV, NO_BASE = ("gpt2", "gpt_neox"), ("gpt2", "gpt_neox", "phi", "stablelm", "
 LFM2_INNER = 256
 # Where in a block the scales in float16 lie, of the types that gguf can only unpack.
 PLACES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,)}
-PLACES |= {"IQ4_XS": (0,), "MXFP4": ()}
+PLACES |= {"IQ4_XS": (0,), "MXFP4": (), "NVFP4": (), "Q1_0": (0,), "Q2_0": (0,), "TQ1_0": (52,), "TQ2_0": (64,)}
+# Newer than the package. Sources: ggml-common.h and ggml-quants.c
+SIZES = {**{kind.name: sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}, "Q2_0": (64, 18)}
 
 
 def write_gguf(
@@ -61,6 +65,7 @@ def write_gguf(
     tokenizer: Mapping[str, Any] = TOKENIZER,
     metadata: Mapping[str, Any] | None = None,
     parts: int = 1,
+    more: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
     """Convert a random checkpoint, and return the path of the (first) file.
 
@@ -68,10 +73,17 @@ def write_gguf(
         kinds: type of all matrices, or by the name in the file.
         metadata: keys without the architecture to write or, with None, to leave out.
         parts: files to write.
+        more: tensors to write besides, by name.
     """
     config = {KEYS.get(key, key): value for key, value in json.loads((checkpoint / "config.json").read_text()).items()}
+    if config["model_type"] == "nemotron_h":
+        config["num_hidden_layers"] = len(config["layers_block_type"])
     architecture = (
-        "granitehybrid" if _is_mamba(config) else ARCHITECTURES.get(config["model_type"], config["model_type"])
+        "granitehybrid"
+        if _is_mamba(config)
+        else "nemotron_h_moe"
+        if "nemotron" in config["model_type"] and "moe" in config["layers_block_type"]
+        else ARCHITECTURES.get(config["model_type"], config["model_type"])
     )
     options = {"split_max_tensors": -(-len(load(checkpoint)) // parts)} if parts > 1 else {}
     writer = gguf.GGUFWriter(path, architecture, **options)
@@ -84,7 +96,7 @@ def write_gguf(
         next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), _any(config, *LAYERS)
     )
     for name, array in (_stack_experts(_repack_mxfp4(load(checkpoint))) | _factors(config)).items():
-        for part, arranged in _arranged(config, name, array).items():
+        for part, arranged in _convert(config, name, array).items():
             new = part if part.startswith("rope_") else names.get_name(part, try_suffixes=(".weight", ".bias"))
             if new is None and (scale := re.fullmatch(r".*\.(\d+)\.router\.(scale|per_expert_scale)", part)):
                 new = f"blk.{scale[1]}.{'ffn_gate_inp' if scale[2] == 'scale' else 'ffn_down_exps'}.scale"
@@ -92,6 +104,8 @@ def write_gguf(
             plain = arranged.ndim == 1 or "ffn_gate_inp" in new or "conv" in new
             kind = "F32" if plain else kinds if isinstance(kinds, str) else kinds[new]
             writer.add_tensor(new, *_packed(arranged, kind))
+    for name, array in (more or {}).items():
+        writer.add_tensor(name, array)
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -116,7 +130,7 @@ def _stack_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Matrices of experts in one tensor, gate and up apart; the names are those that :mod:`gguf` knows."""
     found: dict[str, Any] = {}
     for name, array in sorted(tensors.items(), key=lambda item: [int(it) for it in re.findall(r"\d+", item[0])]):
-        if part := re.fullmatch(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.\d+\.(\w+)\.weight", name):
+        if part := re.fullmatch(r"(.*)\.(?:mlp|block_sparse_moe|mixer)\.experts\.\d+\.(\w+)\.weight", name):
             own = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.get(part[2], part[2])
             found.setdefault(f"{part[1]}.mlp.experts.{own}.weight", []).append(array)
         elif name.endswith("block_sparse_moe.input_linear.weight"):
@@ -206,6 +220,66 @@ def _geometry(config: dict[str, Any]) -> dict[str, Any]:
         "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
         **(_mamba(config) if _is_mamba(config) else {}),
         **(_layers(config) if family == "gemma4_text" else {}),
+        **({**_ssm(config), "embedding_scale": None} if family in SSM else {}),
+        **(_latent(config) if family in LATENT else {}),
+    }
+
+
+SSM = {"falcon_h1": ("mamba_d_conv", "mamba_d_state", "mamba_n_groups", "mamba_n_heads")}
+SSM["nemotron_h"] = ("conv_kernel", "ssm_state_size", "n_groups", "mamba_num_heads")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+
+
+def _ssm(config: dict[str, Any]) -> dict[str, Any]:
+    keys = ("conv_kernel", "state_size", "group_count", "time_step_rank")
+    found = {f"ssm.{key}": config[name] for key, name in zip(keys, SSM[config["model_type"]], strict=True)}
+    if config["model_type"] == "falcon_h1":
+        return {**found, "ssm.inner_size": config["mamba_d_ssm"]}
+    kinds, moe = config["layers_block_type"], "moe" in config["layers_block_type"]
+    width = config["moe_intermediate_size" if moe else "intermediate_size"]
+    found |= {
+        "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
+        "attention.head_count_kv": [config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds],
+        "feed_forward_length": [width * (kind in ("mlp", "moe")) for kind in kinds],
+        "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
+        "expert_count": None,
+        "expert_used_count": None,
+        "expert_feed_forward_length": None,
+    }
+    shared = {"expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"]}
+    more = {**_grouped(config), **shared, "moe_latent_size": config.get("moe_latent_size")}
+    return {**found, **(more if moe else {})}
+
+
+def _grouped(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "expert_count": config["n_routed_experts"],
+        "expert_used_count": config["num_experts_per_tok"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "expert_weights_norm": config.get("norm_topk_prob") or None,
+        "expert_group_count": config.get("n_group"),
+        "expert_group_used_count": config.get("topk_group"),
+    }
+
+
+def _latent(config: dict[str, Any]) -> dict[str, Any]:
+    """Sizes of heads as attention over the latent vector has them, and as it is split into."""
+    turned, rank, magnitude = config["qk_rope_head_dim"], config["kv_lora_rank"], _rope(config).get("mscale_all_dim")
+    return {
+        **_grouped(config),
+        "expert_gating_func": 1 if config["model_type"] == "deepseek_v2" else 2,
+        "attention.head_count_kv": 1,
+        "attention.key_length": rank + turned,
+        "attention.value_length": rank,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + turned,
+        "attention.value_length_mla": config["v_head_dim"],
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.kv_lora_rank": rank,
+        "rope.dimension_count": turned,
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "rope.scaling.yarn_log_multiplier": 0.1 * magnitude if magnitude else None,
     }
 
 
@@ -327,6 +401,21 @@ def _factors(config: dict[str, Any]) -> dict[str, np.ndarray]:
     return {"rope_freqs.weight": np.array(factors, np.float32)}
 
 
+def _convert(config: dict[str, Any], name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """As :func:`_arranged`; the matrix behind a latent vector becomes one of keys, turned, and one of values."""
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    if name.endswith("kv_b_proj.weight"):
+        width = config["qk_nope_head_dim"]
+        split = array.reshape(config["num_attention_heads"], -1, array.shape[1])
+        parts = {"k_b": split[:, :width].swapaxes(1, 2), "v_b": split[:, width:]}
+        return {name.replace("kv_b", part): np.ascontiguousarray(it) for part, it in parts.items()}
+    if config["model_type"] == "falcon_h1":
+        array = _multiply(config, name, array)
+    if config["model_type"] == "nemotron_h":  # names that the package knows
+        name = re.sub(r"^(model|backbone)\.layers", "model.layers" if ".mlp." in name else "backbone.layers", name)
+    return _arranged(config, name, array)
+
+
 def _arranged(config: dict[str, Any], name: str, array: np.ndarray) -> dict[str, np.ndarray]:
     """The converter's tensors of one: rows of rotated heads in pairs as llama.cpp's llama models have them, Gemma's
     norms with one added, weights of GPT-2 turned, those of GPT-NeoX's heads apart, Granite's gate and up apart."""
@@ -340,7 +429,7 @@ def _arranged(config: dict[str, Any], name: str, array: np.ndarray) -> dict[str,
         return {name: np.ascontiguousarray(parts.swapaxes(0, 1).reshape(array.shape))}
     if array.ndim == 3 and "conv" in name:
         array = array[:, 0]
-    if "linear_attn." in name or ".mamba." in name:
+    if "linear_attn." in name or ".mamba." in name or ".mixer." in name:
         return (_recurrent if "linear_attn." in name else _arrange_mamba)(config, name, array)
     if family in DELTA and name.endswith("norm.weight"):
         return {name: array + 1}
@@ -382,12 +471,35 @@ def _recurrent(config: dict[str, Any], name: str, array: np.ndarray) -> dict[str
     return {name.replace("dt_bias", "dt_proj.bias"): array}
 
 
+def _multiply(config: dict[str, Any], name: str, array: np.ndarray) -> np.ndarray:
+    """Falcon-H1's multipliers, which the file's weights contain."""
+    read, (gate, down) = config["attention_in_multiplier"], config["mlp_multipliers"]
+    inner, state = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+    rows = np.repeat(config["ssm_multipliers"], (inner, inner, state, state, config["mamba_n_heads"]))
+    factors = {
+        "gate_proj": gate,
+        "down_proj": down,
+        "q_proj": read,
+        "k_proj": read * config["key_multiplier"],
+        "v_proj": read,
+        "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+        "in_proj": config["ssm_in_multiplier"] * rows[:, None],
+        "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }
+    multiplied: np.ndarray = (array * factors.get(name.split(".")[-2], 1)).astype(np.float32)
+    return multiplied
+
+
 def _arrange_mamba(config: dict[str, Any], name: str, array: np.ndarray) -> dict[str, np.ndarray]:
     """Vectors in two dimensions, A itself, and another name of a bias."""
     array = -np.exp(array) if name.endswith("A_log") else array
     if name.endswith(("A_log", ".D", "norm.weight")):
-        array = array.reshape(config["mamba_n_groups"] if name.endswith("norm.weight") else array.size, -1)
-    return {name.replace("dt_bias", "dt_proj.bias"): array}
+        groups = config.get("mamba_n_groups") or config["n_groups"]
+        array = array.reshape(groups if name.endswith("norm.weight") else array.size, -1)
+    bias = "dt.bias" if ".mixer." in name else "dt_proj.bias"
+    return {name.replace("dt_bias", bias): array}
 
 
 def _packed(array: np.ndarray, kind: str) -> tuple[np.ndarray, None, Kind]:
@@ -398,9 +510,22 @@ def _packed(array: np.ndarray, kind: str) -> tuple[np.ndarray, None, Kind]:
     return gguf.quantize(array.astype(np.float32), Kind[kind]), None, Kind[kind]
 
 
+def dequantize(raw: np.ndarray, kind: str) -> np.ndarray:
+    """Rows of blocks uint8 [N, bytes] -> float32 [N, K]."""
+    if kind not in ("Q1_0", "Q2_0"):  # which the package cannot unpack
+        found: np.ndarray = gguf.dequantize(raw, Kind[kind])
+        return found
+    blocks, bits = raw.reshape(-1, 18), int(kind[1])
+    fields = blocks[:, 2:, None] >> np.arange(0, 8, bits, np.uint8) & ((1 << bits) - 1)
+    levels = fields.reshape(len(blocks), -1).astype(np.float32)
+    levels = 2 * levels - 1 if bits == 1 else levels - 1
+    scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    return (levels * scales).reshape(len(raw), -1)
+
+
 def random_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray:
     """Any codes, with scales that make weights of about 0.1."""
-    weights, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
+    weights, size = SIZES[kind]
     random = np.random.default_rng(len(kind) + size)
     blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // weights, size), np.uint8)
     for place in PLACES[kind]:

@@ -138,8 +138,10 @@ READ = {
     "smolvlm": {"vision_config": {"image_size": 512, "patch_size": 16}, "scale_factor": 4},
     "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
     "idefics3": {"vision_config": {"image_size": 364, "patch_size": 14}, "scale_factor": 2},
+    "mistral3": {"vision_config": {"model_type": "pixtral", "hidden_act": "silu"}},
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},
     "qwen3_vl": {"vision_config": {"out_hidden_size": 4096}},
+    "qwen3_asr": {"audio_config": {"output_dim": 2048}},
     "qwen3_vl_moe": {"vision_config": {"out_hidden_size": 2048}},
     "qwen3_5": {"vision_config": {"out_hidden_size": 4096}},
     "qwen3_5_moe": {"vision_config": {"out_hidden_size": 2048}},
@@ -270,6 +272,7 @@ LIMITED = {"topk_method": "group_limited_greedy", "n_group": 16, "topk_group": 2
         ("deepseek_v2", {**LIMITED, "topk_group": 1}, ["topk_group=1", "with 6 experts or more"]),
         ("falcon_h1", {"mlp_bias": True}, ["mlp_bias=True", "expected false"]),
         ("falcon_h1", {"ssm_multipliers": [1.0]}, ["ssm_multipliers=[1.0]", "5 numbers"]),
+        ("olmo3", {"rope_parameters": {"full_attention": YARN | {"truncate": False}}}, ["truncate=False", "true"]),
         ("granite_swa", {"layer_rope_theta": [0.5] * 24}, ["layer_rope_theta=", "24 numbers, each 0 or from 1"]),
         ("granitemoehybrid", {"hidden_act": "gelu"}, ["hidden_act='gelu'", "one of silu"]),
         ("granitemoehybrid", {"layer_types": 2}, ["layer_types=2", "32 entries"]),
@@ -350,7 +353,9 @@ def test_a_part_of_each_head_may_be_rotated():
 
 WRONG_TYPES = ["sliding_attention"] * 24
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
-    (LLAMA2_7B, {"model_type": "bloom"}, ["model_type='bloom'", f"expected one of {', '.join(FAMILIES)}"]),
+    (LLAMA2_7B, {"model_type": "bloom"}, ["model_type='bloom'", "this one would take ALiBi"]),
+    (LLAMA2_7B, {"model_type": "lama"}, ["model_type='lama'", "similar names are llama"]),
+    (LLAMA2_7B, {"model_type": "own"}, ["model_type='own'", f"expected one of {', '.join(FAMILIES)}"]),
     (LLAMA2_7B, {"hidden_act": "xielu"}, ["hidden_act='xielu'", "expected one of silu, gelu"]),
     (LLAMA2_7B, {"attention_multiplier": 0.5}, ["attention_multiplier=0.5", "not known to llmc"]),
     (LLAMA2_7B, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5", "expected 1"]),

@@ -11,7 +11,7 @@ import numpy as np
 import onnxruntime
 import pytest
 from doubles import diffusing, mxfp4
-from doubles.ggufs import PLACES, TOKENIZER, Kind, random_blocks, write_gguf
+from doubles.ggufs import PLACES, TOKENIZER, Kind, dequantize, random_blocks, write_gguf
 from onnx import TensorProto, helper
 
 from llmc.bundle import MADE_FILE, read_export
@@ -22,6 +22,7 @@ from llmc.export import export
 from llmc.export.ggml_ops import function
 from llmc.export.graph import IR_VERSION
 from llmc.export.ops import DOMAIN, OPSET
+from llmc.export.parts.experts import STEEP
 from llmc.export.sources.checkpoint import Checkpoint, read_checkpoint
 from llmc.export.sources.codes import GgmlTensor, flatten_tensors
 from llmc.export.sources.made import MadeTensor, array_type
@@ -30,6 +31,17 @@ from llmc.exported import read_weights, rows_of
 from llmc.ggml import LAYOUTS
 from llmc.origin import check_unchanged
 
+# Of attention whose queries and keys are magnified: the converter states one magnitude.
+LATENT_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+}
 # Cases of the converter's every turn: rows of rotated heads, biases, factors of the rope, a tied head, wide heads.
 CONVERTED: dict[str, dict[str, Any]] = {
     "llama-biases": {},
@@ -73,9 +85,15 @@ CONVERTED: dict[str, dict[str, Any]] = {
     "olmoe-unnormalized": {},
     "mixtral-experts": {},
     "granitemoe-experts": {},
+    "nemotron_h-one-part-per-layer": {"time_step_min": 0.001},
+    "deepseek_v2-latent-keys-grouped-experts": {"rope_parameters": LATENT_ROPE},
+    "deepseek_v3-latent-queries-corrected-groups": {},
 }
 # Of A_log, which a converter makes A of in float32.
 LOG_TOLERANCE = 1e-6
+ONE = np.ones(1, np.float32)
+# Of products of three floats in another order.
+ORDER_TOLERANCE = 1e-6
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 MIXED = {
     "token_embd.weight": "Q8_0",
@@ -113,6 +131,43 @@ def values(checkpoint: Checkpoint, name: str) -> np.ndarray:
 def test_a_converted_checkpoint_comes_back(name, random_checkpoint, tmp_path):
     folder = random_checkpoint.__wrapped__(name, **CONVERTED[name])  # not cached: values are lists and tables
     assert_same(folder, write_gguf(folder, tmp_path / "model.gguf"))
+
+
+def test_multipliers_of_falcon_h1_are_in_the_weights_of_its_file(random_checkpoint, onnxruntime_run, tmp_path):
+    """The converter multiplies; the graph of the file computes what that of the checkpoint does."""
+    folder = random_checkpoint.__wrapped__("falcon_h1-both-mixers-multipliers", mamba_norm_before_gate=False)
+    path, ids = write_gguf(folder, tmp_path / "model.gguf"), np.random.default_rng(0).integers(2, 29, (1, 12))
+    feeds = {"input_ids": ids, "past_lengths": np.zeros(1, np.int64), "logit_indices": np.arange(12)[None]}
+    feeds["new_lengths"] = np.full(1, 12)
+    logits = []
+    for number, source in enumerate((folder, path)):
+        output = export(source, tmp_path / str(number)).output
+        caches = read_export(output).geometry.caches
+        states = {name: np.zeros(it.shape_of(1, 12), np.float32) for it in caches for name in it.inputs}
+        logits.append(onnxruntime_run(output)(feeds | states)[0])
+    assert np.abs(logits[1] - logits[0]).max() <= LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q4_0"])
+def test_experts_of_nemotron_h_have_no_gate(kind, random_checkpoint, tmp_path):
+    """Blocks come apart into codes and scales, since gates are their products with a number."""
+    sizes = {"head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16}
+    sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1}
+    sizes |= {"moe_shared_expert_intermediate_size": 64, "moe_latent_size": 32, "routed_scaling_factor": 2.5}
+    kinds = {"layers_block_type": ["linear_attention", "moe", "full_attention"], "time_step_min": 0.001}
+    folder = random_checkpoint.__wrapped__("nemotron_h-one-part-per-layer", **sizes, **kinds)
+    named = defaultdict(lambda: "F32", {f"blk.1.ffn_{part}_exps.weight": kind for part in ("up", "down")})
+    path = write_gguf(folder, tmp_path / "model.gguf", named)
+    if kind == "F32":
+        assert_same(folder, path)
+        return
+    stored = {it.name: it for it in gguf.GGUFReader(path).tensors}
+    up = gguf.dequantize(stored["blk.1.ffn_up_exps.weight"].data, Kind.Q4_0)
+    made = read_checkpoint(path).tensors["model.layers.1.experts.gate_up_proj.weight"]
+    assert made.kind == Codes(4, 32, zero_points=False)
+    export(path, tmp_path / "export")
+    found = rows_of(read_weights(tmp_path / "export")["model.layers.1.experts.gate_up_proj.weight"])
+    np.testing.assert_array_equal(found.reshape(made.shape), np.concatenate([up * STEEP, up], 1))
 
 
 @pytest.mark.parametrize("family", diffusing.SHIFTS)
@@ -285,7 +340,7 @@ def test_codes_scales_and_offsets_of_every_type_stand_for_what_gguf_unpacks(kind
     raw = random_blocks(plain.shape, kind) if kind in PLACES else gguf.quantize(plain, Kind[kind])
     for place in PLACES.get(kind, (0,)):
         raw[0, place : place + 2], raw[1, place : place + 2] = (3, 0), (3, 0x80)
-    codes, expected = layout.codes.read(raw.reshape(8, layout.size)), gguf.dequantize(raw, Kind[kind])
+    codes, expected = layout.codes.read(raw.reshape(8, layout.size)), dequantize(raw, kind)
     middle = 1 << (layout.table_kind.bits - 1)
     assert codes.dtype == np.int8 and -middle <= codes.min() and codes.max() < middle
     np.testing.assert_array_equal(layout.unpack(raw), expected)
@@ -332,6 +387,25 @@ def test_an_export_of_blocks_computes_what_transformers_computes_with_them(mixed
     with torch.no_grad():
         expected = unpacked(torch.from_numpy(ids)).logits.numpy()
     assert np.abs(logits - expected).max() <= LOGIT_TOLERANCE
+
+
+def test_matrices_in_nvfp4_may_have_one_more_scale(random_checkpoint, tmp_path):
+    """One of a matrix, and one of each expert; scales of activations are left out."""
+    folder = random_checkpoint.__wrapped__("qwen3_moe-first-layer-dense-bf16", dtype="float32", mlp_only_layers=[])
+    scaled = ["attn_output", *(f"ffn_{part}_exps" for part in ("gate", "up"))]
+    factors = {name: np.linspace(0.5, 3, 8 if "exps" in name else 1, dtype=np.float32) for name in scaled}
+    kinds = defaultdict(lambda: "F32", {f"blk.0.{name}.weight": "NVFP4" for name in scaled})
+    more = {f"blk.0.{name}.scale": array for name, array in factors.items()} | {"blk.0.attn_output.input_scale": ONE}
+    path = write_gguf(folder, tmp_path / "model.gguf", kinds, more=more)
+    stored, found = {it.name: it for it in gguf.GGUFReader(path).tensors}, read_checkpoint(path).tensors
+    floats = {it: gguf.dequantize(stored[f"blk.0.{it}.weight"].data, Kind.NVFP4) for it in scaled}
+    floats = {it: values * factors[it].reshape(-1, *[1] * (values.ndim - 1)) for it, values in floats.items()}
+    floats["both"] = np.concatenate([floats["ffn_gate_exps"], floats["ffn_up_exps"]], 1)
+    for name, own in (("self_attn.o_proj", "attn_output"), ("experts.gate_up_proj", "both")):
+        made = found[f"model.layers.0.{name}.weight"]
+        assert made.kind == Codes(8, 16, zero_points=False) and made.shape == floats[own].shape
+        weights = np.concatenate(list(made.codes.pieces())) * np.repeat(made.scales(), 16, 1)
+        np.testing.assert_allclose(weights.reshape(made.shape), floats[own], rtol=ORDER_TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])

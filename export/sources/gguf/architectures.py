@@ -23,8 +23,11 @@ from llmc.export.sources.gguf.config import (
 # A frequency divided by a factor this large never rotates.
 ENDLESS = 1e30
 GELU = "gelu_pytorch_tanh"
-# Keys with one value per layer.
-DIFFERING = {"gemma4": ("feed_forward_length", "attention.head_count_kv")}
+# Keys with one value per layer, or sizes that are not those of a head.
+DIFFERING = {
+    "gemma4": ("feed_forward_length", "attention.head_count_kv"),
+    "deepseek2": ("attention.key_length", "attention.head_count_kv"),
+}
 # How expert scores become weights, by llama.cpp's numbers.
 SCORES = {1: "softmax", 2: "sigmoid"}
 # Sizes of recurrent layers; llama.cpp states the size of values for all heads together.
@@ -237,6 +240,120 @@ def _granite_hybrid(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
+def _falcon_h1(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The converter multiplies the weights by the checkpoint's multipliers."""
+    sizes = _mamba(data)
+    return {
+        **read_rope(data, config),
+        "model_type": "falcon_h1",
+        "mamba_d_ssm": sizes["inner"],
+        "mamba_n_heads": sizes["heads"],
+        "mamba_n_groups": sizes["groups"],
+        "mamba_d_state": sizes["state"],
+        "mamba_d_conv": sizes["conv"],
+        "mamba_conv_bias": data.has("ssm_conv1d.bias"),
+        "mamba_rms_norm": data.has("ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+    }
+
+
+def _mamba(data: Metadata) -> dict[str, int]:
+    return dict(zip(("conv", "state", "groups", "heads", "inner"), (_size(data, key) for key in _SIZES), strict=True))
+
+
+def _nemotron_h(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer without key heads is an MLP or experts if its width is stated, else recurrent."""
+    data.skip("rope.dimension_count", "rope.freq_base", "rope.scaling.finetuned")  # positions are not encoded
+    sizes, experts = _mamba(data), bool(data.get("expert_count"))
+    further = _size(data, "nextn_predict_layers", 0)
+    kinds = [
+        "*" if heads else ("E" if experts else "-") if width else "M"
+        for heads, width in zip(
+            data.of_layers("attention.head_count_kv"), data.of_layers("feed_forward_length"), strict=True
+        )
+    ]
+    kinds = kinds[: len(kinds) - further]
+    values = {
+        "model_type": "nemotron_h",
+        "hidden_act": None,
+        "rope_theta": None,
+        "rms_norm_eps": None,
+        "layer_norm_epsilon": data.get("attention.layer_norm_epsilon", config.get("rms_norm_eps")),
+        "num_hidden_layers": len(kinds),
+        "hybrid_override_pattern": "".join(kinds),
+        "num_nextn_predict_layers": further,
+        "mamba_num_heads": sizes["heads"],
+        "mamba_head_dim": sizes["inner"] // sizes["heads"],
+        "n_groups": sizes["groups"],
+        "ssm_state_size": sizes["state"],
+        "conv_kernel": sizes["conv"],
+        "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in data.shapes),
+        "mlp_bias": any(name.endswith("ffn_up.bias") for name in data.shapes),
+        "attention_bias": any(name.endswith("attn_q.bias") for name in data.shapes),
+    }
+    if not experts:
+        return values
+    return {
+        **values,
+        **_grouped_experts(data, "sigmoid"),
+        "moe_latent_size": data.get("moe_latent_size"),
+        "moe_shared_expert_intermediate_size": data.get("expert_shared_feed_forward_length"),
+    }
+
+
+def _grouped_experts(data: Metadata, score: str) -> dict[str, Any]:
+    stated = SCORES.get(data.get("expert_gating_func", 0), score)
+    if stated != score:
+        raise data.error("expert_gating_func", str(data.get("expert_gating_func")), f"that of {score}")
+    return {
+        "n_routed_experts": data.get("expert_count"),
+        "n_shared_experts": data.get("expert_shared_count"),
+        "num_experts_per_tok": data.get("expert_used_count"),
+        "moe_intermediate_size": data.get("expert_feed_forward_length"),
+        "norm_topk_prob": bool(data.get("expert_weights_norm", False)),
+        "routed_scaling_factor": data.get("expert_weights_scale", 1.0),
+        "n_group": data.get("expert_group_count", 1),
+        "topk_group": data.get("expert_group_used_count", 1),
+    }
+
+
+# GLM-4.7-Flash's vocabulary: early files of it do not say that a sigmoid scores experts.
+_GLM_FLASH = 154880
+
+
+def _deepseek2(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Heads of keys and values before they are made of the latent vector; GLM-4.7-Flash is converted to it, too.
+
+    Newer files split the matrix that makes both, and state the sizes of the heads that it makes as those of MLA."""
+    turned, latent = _size(data, "rope.dimension_count"), _size(data, "attention.kv_lora_rank")
+    split = any(name.endswith("attn_k_b.weight") for name in data.shapes)
+    width = _size(data, "attention.key_length_mla" if split else "attention.key_length")
+    data.skip("attention.key_length", "attention.value_length", "attention.head_count_kv")
+    rope = read_rope(data, {**config, "head_dim": turned})
+    if magnitude := data.get("rope.scaling.yarn_log_multiplier"):
+        both = dict.fromkeys(("mscale", "mscale_all_dim"), float(f"{magnitude * 10:.6g}"))
+        rope["rope_scaling"] = {**rope.get("rope_scaling", {}), **both}
+    glm, further = config["vocab_size"] == _GLM_FLASH, _size(data, "nextn_predict_layers", 0)
+    score = SCORES.get(data.get("expert_gating_func", 2 if glm else 1), "softmax")
+    experts, sigmoid = _grouped_experts(data, score), score == "sigmoid"
+    limited = not sigmoid and experts["n_group"] != 1
+    own = {"topk_method": "noaux_tc"} if sigmoid else {"topk_method": "group_limited_greedy" if limited else "greedy"}
+    return {
+        **rope,
+        **experts,
+        **own,
+        "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
+        "num_hidden_layers": _size(data, "block_count") - further,
+        "num_nextn_predict_layers": further if sigmoid else None,
+        "q_lora_rank": data.get("attention.q_lora_rank"),
+        "kv_lora_rank": latent,
+        "qk_rope_head_dim": turned,
+        "qk_nope_head_dim": width - turned,
+        "v_head_dim": _size(data, "attention.value_length_mla" if split else "attention.value_length"),
+        "first_k_dense_replace": data.get("leading_dense_block_count", 0),
+    }
+
+
 def _gpt_oss(data: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     rope = read_rope(data, config)
     return {
@@ -386,6 +503,10 @@ ARCHITECTURES: dict[str, Reader] = {
     },
     "olmoe": lambda data, config: {**_biased(data, config), **_experts(data), "norm_topk_prob": False},
     "granitehybrid": _granite_hybrid,
+    "falcon-h1": _falcon_h1,
+    "nemotron_h": _nemotron_h,
+    "nemotron_h_moe": _nemotron_h,
+    "deepseek2": _deepseek2,
     "gpt-oss": _gpt_oss,
     "granitemoe": lambda data, config: {**_granite(data, config), **_experts(data)},
     "exaone4": lambda data, config: {"sliding_window": None, **read_rope(data, config), **_windows(data)},

@@ -103,7 +103,7 @@ class Metadata:
 
 
 def read_common(data: Metadata, differing: Collection[str] = ()) -> dict[str, Any]:
-    """Read the keys that all architectures have, except ``differing`` ones, which differ by layer."""
+    """Read the keys that all architectures have, except ``differing`` ones, which have another meaning."""
     keys = {key: name for key, name in _COMMON.items() if key not in differing}
     config = {name: value for key, name in keys.items() if (value := data.get(key)) is not None}
     config["vocab_size"] = data.shapes.get("token_embd.weight", (0,))[0]
@@ -112,7 +112,8 @@ def read_common(data: Metadata, differing: Collection[str] = ()) -> dict[str, An
         raise data.error("vocab_size", str(data.get("vocab_size")), f"the {config['vocab_size']} rows of the embedding")
     if type(width := config.get("head_dim", 1)) is not int or width < 1:
         raise data.error("attention.key_length", repr(width), "the width of a head, 1 or more")
-    check_width(data, config, "attention.value_length")
+    if "attention.key_length" not in differing:
+        check_width(data, config, "attention.value_length")
     return config
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import CheckpointError
-from llmc.export.sources.codes import MXFP4_BLOCK, GgmlTensor, Mxfp4Tensor, Weight, pack_codes
+from llmc.export.sources.codes import MXFP4_BLOCK, GgmlTensor, Mxfp4Tensor, QuantizedTensor, Weight, pack_codes
 from llmc.export.sources.gguf.config import head_dim
 from llmc.export.sources.gguf.header import Entry, Header
 from llmc.export.sources.made import MadeTensor, array_type
@@ -91,13 +91,27 @@ _QWEN35 = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
-_GRANITE_HYBRID = {
+_MAMBA = {
     **{f"ssm_{part}": f"mamba.{part}_proj" for part in ("in", "out")},
     "ssm_conv1d": "mamba.conv1d",
     "ssm_a": "mamba.A_log",
     "ssm_d": "mamba.D",
     "ssm_dt.bias": "mamba.dt_bias",
     "ssm_norm": "mamba.norm",
+}
+_NEMOTRON_H = {
+    **{name: module.replace("mamba", "mixer") for name, module in _MAMBA.items()},
+    "attn_norm": "norm",
+    "ffn_latent_down": "experts.fc1_latent_proj",
+    "ffn_latent_up": "experts.fc2_latent_proj",
+}
+_LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
 }
 # Whole names of tensors whose suffix changes, too.
 _OTHER_MODULES = {
@@ -113,7 +127,10 @@ _OTHER_MODULES = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), _LFM2),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _QWEN35),
     "qwen3_next": _QWEN35 | {"ssm_ba": "linear_attn.in_proj_ba"},
-    "granitemoehybrid": _GRANITE_HYBRID,
+    "granitemoehybrid": _MAMBA,
+    "falcon_h1": {**_MAMBA, "ffn_norm": "pre_ff_layernorm.weight"},  # which the converter calls no weight
+    "nemotron_h": _NEMOTRON_H,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _LATENT),
     "gpt_oss": {"post_attention_norm": "post_attention_layernorm", "attn_sinks.weight": "self_attn.sinks"},
     "gpt_neox": {"attn_qkv": "self_attn.query_key_value"},
     "gpt2": {"attn_qkv": "self_attn.c_attn"},
@@ -131,7 +148,7 @@ _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<own>(?P<module>.+?)(?P<kind>\
 _OF_VALUE_HEADS = dict.fromkeys(("attn_qkv", "attn_gate", "ssm_conv1d", "ssm_out"), True)
 _OF_VALUE_HEADS |= dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"), False)
 # Vectors that may be stored with two dimensions.
-_VECTORS = ("mamba.A_log", "mamba.D", "mamba.norm.weight")
+_VECTORS = tuple(f"{mixer}.{part}" for mixer in ("mamba", "mixer") for part in ("A_log", "D", "norm.weight"))
 # Tensors that repeat the config.
 _CONSUMED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
@@ -142,7 +159,13 @@ def decoder_tensors(headers: Sequence[Header], config: Mapping[str, Any]) -> dic
     entries = [
         (header.path, entry) for header in headers for entry in header.tensors if not _is_left_out(entry.name, config)
     ]
+    places = {entry.name: (path, entry) for path, entry in entries}
+    fp4 = [entry.name.removesuffix(".weight") for _, entry in entries if entry.kind == "NVFP4"]
+    factors = {f"{base}.weight": places[f"{base}.scale"] for base in fp4 if f"{base}.scale" in places}
+    scales = {f"{base}.{kind}" for base in fp4 for kind in ("scale", "input_scale")}
     for path, entry in entries:
+        if entry.name in scales:
+            continue
         name = parameter(entry.name, config["model_type"])
         if name in tensors:
             raise CheckpointError(f"{path}: {entry.name} is in another file, too; download the files again")
@@ -154,10 +177,43 @@ def decoder_tensors(headers: Sequence[Header], config: Mapping[str, Any]) -> dic
             entry = replace(entry, shape=(prod(entry.shape),))
         if config["model_type"] == "gpt_oss" and "_exps." in entry.name:
             continue
-        tensors[name] = _tensor(path, entry, name, _order(entry, config))
+        order, factor = _order(entry, config), factors.get(entry.name)
+        # Gates are made of these experts, so that both share no blocks.
+        apart = config["model_type"] == "nemotron_h" and entry.name.endswith("ffn_up_exps.weight")
+        in_blocks = factor or (apart and entry.kind not in STORED)
+        tensors[name] = _read_codes(path, entry, order, factor) if in_blocks else _tensor(path, entry, name, order)
     if config["model_type"] == "gpt_oss":
-        tensors |= _weave_experts({entry.name: (path, entry) for path, entry in entries})
-    return tensors
+        tensors |= _weave_experts(places)
+    return tensors | _join_latent(places, tensors)
+
+
+def _join_latent(places: Mapping[str, tuple[Path, Entry]], tensors: dict[str, Weight]) -> dict[str, Weight]:
+    """Take matrices that make keys or values of a latent vector out of ``tensors``; return both of a layer as one."""
+    joined: dict[str, Weight] = {}
+    for name in [name for name in tensors if name.endswith(".attn_k_b.weight")]:
+        layer = name.removesuffix(".attn_k_b.weight")
+        other = f"{layer}.attn_v_b.weight"
+        keys, values = places[name], places.get(other)
+        if values is None or len(keys[1].shape) != 3 or keys[1].shape[:2] != (values[1].shape[0], values[1].shape[-1]):
+            raise CheckpointError(f"{keys[0]}: {name} does not fit {other}; download the file again")
+        del tensors[name], tensors[other]
+        joined[f"{layer.replace('blk.', 'model.layers.')}.self_attn.kv_b_proj.weight"] = _join_heads(keys, values)
+    return joined
+
+
+def _join_heads(keys: tuple[Path, Entry], values: tuple[Path, Entry]) -> MadeTensor:
+    """Of each head the rows that make its keys, stored turned, then those that make its values."""
+    (heads, latent, width), rows = keys[1].shape, values[1].shape[1]
+
+    def read(path: Path, entry: Entry) -> Iterator[NDArray[Any]]:
+        decode = partial(_plain, entry) if entry.kind in STORED else partial(_unpack_rows, path, entry)
+        return (head.astype(np.float32) for chunk in _rows(path, entry, None, decode) for head in chunk)
+
+    def pieces() -> Iterator[NDArray[Any]]:
+        for key, value in zip(read(*keys), read(*values), strict=True):
+            yield np.concatenate([key.T, value])
+
+    return MadeTensor("F32", (heads * (width + rows), latent), pieces)
 
 
 def _weave_experts(entries: Mapping[str, tuple[Path, Entry]]) -> dict[str, Weight]:
@@ -244,7 +300,8 @@ def _is_left_out(name: str, config: Mapping[str, Any]) -> bool:
     """True for tensors that repeat the config, and for layers that predict further tokens."""
     match = _NAME.fullmatch(name)
     layer = int((match and match["layer"]) or -1)
-    return name in _CONSUMED or (config.get("mtp_num_hidden_layers", 0) > 0 and layer >= config["num_hidden_layers"])
+    further = any(config.get(key) for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers"))
+    return name in _CONSUMED or (further and layer >= config["num_hidden_layers"])
 
 
 @dataclass(frozen=True)
@@ -305,6 +362,36 @@ def _tensor(path: Path, entry: Entry, name: str, order: Order | None) -> Weight:
     order = order or Order()
     places = [None if positions is None else positions.astype(np.int32) for positions in (order.rows, order.columns)]
     return GgmlTensor((stored,), places[0], places[1], entry.shape[0] if len(entry.shape) > 2 else 0)
+
+
+def _read_codes(path: Path, entry: Entry, order: Order | None, factor: tuple[Path, Entry] | None) -> QuantizedTensor:
+    """Codes, scales and offsets of blocks apart; ``factor`` multiplies a matrix, or each expert by its own number."""
+    layout, experts = LAYOUTS[entry.kind], entry.shape[0] if len(entry.shape) > 2 else 0
+    count = experts or 1
+    if (factor and factor[1].shape != (count,)) or (order is not None and order.columns is not None):
+        raise CheckpointError(
+            f"{path}: {entry.name} needs {count} more scales and columns in Hugging Face's order; export the "
+            "checkpoint that the file was converted from"
+        )
+    rows, columns = prod(entry.shape[:-1]), entry.shape[-1]
+
+    def read(numbers: Callable[[Bytes], NDArray[Any]]) -> Iterator[NDArray[Any]]:
+        """The numbers of all rows in order, an expert at a time."""
+        for raws in _rows(path, entry, order, lambda raw: raw):
+            for raw in raws if experts else [raws]:
+                yield numbers(raw.reshape(-1, layout.size)).reshape(rows // experts if experts else len(raw), -1)
+
+    def codes() -> Iterator[NDArray[Any]]:
+        return (part if layout.bits == 8 else pack_codes(part) for part in read(layout.codes.read))
+
+    def scaled(numbers: Callable[[Bytes], NDArray[Any]]) -> NDArray[np.float32]:
+        values: NDArray[np.float32] = np.concatenate(list(read(numbers))).reshape(count, -1)
+        values = values if factor is None else values * read_small(*factor)[:, None]
+        return _check_numbers(path, entry, values.reshape(rows, -1))
+
+    made = MadeTensor("I8" if layout.bits == 8 else "I4", (rows, columns), codes)
+    offsets = None if layout.minima is None else partial(scaled, layout.offsets)  # type: ignore[arg-type]
+    return QuantizedTensor(made, layout.block, partial(scaled, layout.scales.read), offsets=offsets, stacked=experts)
 
 
 def _rows(

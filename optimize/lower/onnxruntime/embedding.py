@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmc.bundle.model.names import DISTANCES, EMBEDDING, PER_LAYER, POSITIONS, TYPES
+from llmc.bundle.model.names import EMBEDDING, PER_LAYER
 from llmc.exported import CodedTensor, Weight, sizes
 from llmc.optimize.lower.context import Float16, LoweringContext, OwnCodes, WeightOnly, choose_table_config
 from llmc.optimize.lower.linears import replace_gather
@@ -30,7 +30,7 @@ def lower_positions(graph: ir.Graph, context: LoweringContext) -> int:
         stored = float_table(table, context.compute, context)
         return emit("Gather", initializer(graph, stored), emit.anchor.inputs[1], axis=0)
 
-    return sum(replace_gather(graph, name, rows) for name in (POSITIONS, TYPES, DISTANCES))
+    return sum(replace_gather(graph, name, rows) for name in context.geometry.small_tables)
 
 
 def _rows(emit: Emitter, table: Weight, context: LoweringContext) -> ir.Value:

@@ -1,4 +1,4 @@
-"""The tower of a model that sees, for ONNX Runtime."""
+"""The tower of a model that sees or hears, for ONNX Runtime."""
 
 from collections.abc import Iterator
 from dataclasses import replace as change
@@ -6,13 +6,12 @@ from dataclasses import replace as change
 import numpy as np
 import onnx_ir as ir
 
-from llmc.bundle import VISION_FILE
 from llmc.bundle.model.geometry import Geometry
 from llmc.bundle.model.vision import TOWER
 from llmc.optimize.lower.context import HEAD_BLOCK, GraphPlan, LoweringContext, QuantConfigs, WeightOnly
 from llmc.optimize.lower.linears import inline_vectors, replace_weight
 from llmc.optimize.lower.onnxruntime.linears import float_table
-from llmc.optimize.lower.raising import find_vector
+from llmc.optimize.lower.raising import find_vector, weight_value
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, graph_input, initializer, nodes_of, replace, scalar, vector
 from llmc.optimize.quantize.grid import Grid
 from llmc.optimize.weights.store import Calibrated
@@ -21,19 +20,20 @@ POSITIONS = f"{TOWER}.position_embedding.weight"
 
 
 def choose_configs(stored: QuantConfigs) -> QuantConfigs:
-    """The storage of a tower's linears: 8 bits in small blocks if the decoder has integers, because every image suffers
-    from the tower's errors."""
+    """The storage of a tower's linears: 8 bits in small blocks if the decoder has integers, because every image or
+    recording suffers from the tower's errors."""
     integers = isinstance(stored.body, WeightOnly)
     return change(stored, body=WeightOnly(Grid(8, HEAD_BLOCK)) if integers else stored.body, w8a8=None)
 
 
 def plan_tower(base: LoweringContext, stored: QuantConfigs, target: str) -> Iterator[GraphPlan]:
     """The tower's graph, if the model has one; ``stored`` is the storage of the decoder."""
-    if (vision := base.geometry.vision) is not None:
-        geometry = change(base.geometry, layers=vision.layers, linears=vision.linears, caches=(), attentions=())
+    if (tower := base.geometry.tower) is not None:
+        geometry = change(base.geometry, layers=tower.layers, linears=tower.linears, caches=(), attentions=())
         stored, weights = choose_configs(stored), base.weights
-        own = LoweringContext("vision", geometry, base.limits, stored, weights, Calibrated(), unsigned=base.unsigned)
-        yield GraphPlan("vision", VISION_FILE, "the tower for images", f"{target}-vision", own, VISION_FILE)
+        own = LoweringContext(tower.graph, geometry, base.limits, stored, weights, Calibrated(), unsigned=base.unsigned)
+        name, file = tower.graph, f"{tower.graph}.onnx"
+        yield GraphPlan(name, file, f"the {name} tower", f"{target}-tower", own, file)
 
 
 def attend_to_patches(graph: ir.Graph, _: LoweringContext) -> int:
@@ -84,8 +84,9 @@ def inline_convolutions(graph: ir.Graph, context: LoweringContext) -> int:
 
 def has_table(geometry: Geometry) -> bool:
     """True if the tower adds learned positions."""
-    patching = geometry.vision.patching if geometry.vision else None
-    return patching is None or patching.places > 0 or patching.filled
+    vision = geometry.vision
+    patching = vision.patching if vision else None
+    return vision is not None and (patching is None or patching.places > 0 or patching.filled)
 
 
 def count_silus(geometry: Geometry) -> int:
@@ -109,3 +110,13 @@ def store_positions(graph: ir.Graph, context: LoweringContext) -> int:
     if table is not None:
         replace_weight(table, initializer(graph, float_table(find_vector(table), "float32", context)))
     return int(table is not None)
+
+
+def store_kernels(graph: ir.Graph, context: LoweringContext) -> int:
+    """The kernels of convolutions in float32, their biases inline."""
+    nodes = list(nodes_of(graph, "Conv"))
+    for node in nodes:
+        kernel, bias = (weight_value(value) for value in node.inputs[1:3] if value is not None)
+        replace_weight(kernel, initializer(graph, float_table(find_vector(kernel), "float32", context)))
+        inline_vectors(graph, [bias.name or ""], context)
+    return len(nodes)

@@ -70,7 +70,7 @@ class RerankRequest(Asked):
 
 
 def meta_of(version: str, rows: Rows, **billed: int) -> dict[str, Any]:
-    """What Cohere's clients read of the cost."""
+    """The cost, in the members that Cohere's clients read."""
     tokens = {"input_tokens": sum(map(len, rows))}
     return {"api_version": {"version": version}, "billed_units": billed, "tokens": tokens}
 

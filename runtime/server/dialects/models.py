@@ -19,6 +19,7 @@ def card(service: Service, name: str) -> dict[str, Any]:
         "generates": manifest.geometry.generates,
         "chats": manifest.geometry.generates and service.pool.has_template(name),
         "sees": manifest.geometry.vision is not None,
+        "hears": manifest.geometry.audio is not None,
     }
     base = service.pool.base(name)
     return {

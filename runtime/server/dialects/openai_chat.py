@@ -27,7 +27,7 @@ from llmc.runtime.server.http.bodies import (
 )
 from llmc.runtime.server.http.call import Call
 from llmc.runtime.server.http.errors import ApiError, rename_place
-from llmc.runtime.server.http.images import DataUrl, decode_base64, make_content
+from llmc.runtime.server.http.images import DataUrl, Sound, decode_base64, make_content
 from llmc.runtime.server.http.streams import encode_json, make_answer, unless_long
 from llmc.runtime.server.http.validation import take_body
 from llmc.runtime.server.models.service import Service, plain_id
@@ -76,7 +76,21 @@ class ImagePart(Body):
     image_url: ImageUrl
 
 
-Part = Annotated[TextPart | RefusalPart | ImagePart, Field(discriminator="type")]
+class InputAudio(Body):
+    data: str
+    format: Literal["wav", "mp3"]
+
+
+class AudioPart(Body):
+    """Audio, for models that hear."""
+
+    IGNORED = frozenset({"cache_control", "prompt_cache_breakpoint"})
+
+    type: Literal["input_audio"]
+    input_audio: InputAudio
+
+
+Part = Annotated[TextPart | RefusalPart | ImagePart | AudioPart, Field(discriminator="type")]
 
 
 class CalledFunction(Body):
@@ -160,10 +174,12 @@ class ChatMessage(Body):
         return found
 
 
-def _pieces(parts: Sequence[TextPart | RefusalPart | ImagePart], where: str) -> Iterator[str | bytes]:
+def _pieces(parts: Sequence[TextPart | RefusalPart | ImagePart | AudioPart], where: str) -> Iterator[str | bytes]:
     for number, part in enumerate(parts):
         if isinstance(part, ImagePart):
             yield decode_base64(part.image_url.url, f"{where}[{number}].image_url.url")
+        elif isinstance(part, AudioPart):
+            yield Sound(decode_base64(part.input_audio.data, f"{where}[{number}].input_audio.data"))
         else:
             yield part.text
 

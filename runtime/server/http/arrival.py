@@ -26,6 +26,8 @@ PIECE = 1 << 18  # bytes that are looked at in one call
 LINGER_S = 2.0  # how long a client that sends too much is listened to, so that it reads why
 # The key of the scope under which an application finds the value that the body is.
 PARSED = "llmc.parsed"
+# Routes whose bodies are forms with files, and no JSON.
+FORM_ROUTES = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 # The escape of half a character, which JSON allows and UTF-8 does not.
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _BRACKETS = bytes.maketrans(b"{}", b"[]")
@@ -51,6 +53,8 @@ class Bodies:
             return None
         call = call_of(scope)
         call.size = len(body)
+        if scope["path"] in FORM_ROUTES:
+            return await self.app(scope, _replay(body, receive), send)
         try:
             scope[PARSED] = await call.aside(partial(check_json, body))
         except ApiError as error:

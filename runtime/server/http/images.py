@@ -1,4 +1,4 @@
-"""Images in bodies: the data itself in base64; addresses are refused, for nothing is fetched."""
+"""Images and audio in bodies: the data itself in base64; addresses are refused, for nothing is fetched."""
 
 import base64
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ DataUrl = Annotated[
 
 
 def decode_base64(text: str, place: str) -> bytes:
-    """The bytes of an image, also of one in a :data:`DataUrl`; ``place`` names it to the client.
+    """The bytes of an image or audio, also of an image in a :data:`DataUrl`; ``place`` names it to the client.
     Raises ApiError: 400, it is no base64."""
     try:
         return base64.b64decode(text.rpartition(",")[2], validate=True)
@@ -25,15 +25,22 @@ def decode_base64(text: str, place: str) -> bytes:
         raise ApiError(400, f"{place} is no base64 ({error}); encode the bytes of the file", param=place) from error
 
 
+class Sound(bytes):
+    """A file of audio, beside which bytes are images."""
+
+
+_MEDIA: dict[type, str] = {bytes: "image", Sound: "audio"}
+
+
 def make_content(pieces: Iterable[str | bytes], between: str = "") -> str | list[dict[str, Any]]:
-    """The content of a message for :meth:`llmc.runtime.Model.stream_chat`: text, or parts where some pieces are images;
-    texts that follow each other are one, with ``between`` among them."""
+    """The content of a message for :meth:`llmc.runtime.Model.stream_chat`: text, or parts where some pieces are images
+    or audio; texts that follow each other are one, with ``between`` among them."""
     parts: list[dict[str, Any]] = []
     for kind, group in groupby(pieces, type):
-        if kind is bytes:
-            parts += [{"type": "image", "image": image} for image in group]
+        if (medium := _MEDIA.get(kind)) is not None:
+            parts += [{"type": medium, medium: piece} for piece in group]
         else:
             parts.append({"type": "text", "text": between.join(map(str, group))})
-    if any(part["type"] == "image" for part in parts):
+    if any(part["type"] != "text" for part in parts):
         return parts
     return parts[0]["text"] if parts else ""

@@ -17,6 +17,7 @@ from llmc.runtime.sampling.params import PARAMETERS
 from llmc.runtime.server.http.arrival import PARSED, value_of
 from llmc.runtime.server.http.call import Call, call_of
 from llmc.runtime.server.http.errors import ApiError
+from llmc.runtime.server.http.multipart import parse_form
 
 M = TypeVar("M", bound=BaseModel)
 LONGEST_PARAM = 200  # characters of a place; clients invent names of any length
@@ -204,6 +205,10 @@ def _read(kind: type[M], call: Call, content: bytes, parsed: Any) -> M:
         raise ApiError(400, said) from error
     if not isinstance(parsed, dict):
         raise ApiError(400, NO_OBJECT)
+    return _validate(kind, call, parsed)
+
+
+def _validate(kind: type[M], call: Call, parsed: dict[str, Any]) -> M:
     try:
         return kind.model_validate(parsed, context=call)
     except ValidationError as error:
@@ -211,15 +216,54 @@ def _read(kind: type[M], call: Call, content: bytes, parsed: Any) -> M:
         raise api_error([{**fault, "loc": ("body", *fault["loc"])} for fault in faults], parsed) from error
 
 
+def take_form(kind: type[BaseModel]) -> Any:
+    """As :func:`take_body`, of a form: one of its fields is bytes, the others are texts, numbers or flags."""
+    return Depends(partial(read_form, kind))
+
+
+async def read_form(kind: type[M], request: Request) -> M:
+    """The form that a request's body is."""
+    content, media_type, call = await request.body(), request.headers.get("content-type", ""), call_of(request.scope)
+    call.size = len(content)
+
+    def read() -> M:
+        fields = parse_form(content, media_type)
+        return _validate(kind, call, {name: _read_field(kind, name, values) for name, values in fields.items()})
+
+    return await call.aside(read)
+
+
+def _read_field(kind: type[BaseModel], name: str, values: list[bytes]) -> Any:
+    """The value of a field: bytes where the form wants them, else a text, number or flag."""
+    annotation = kind.model_fields[name].annotation if name in kind.model_fields else str
+    if len(values) > 1:
+        raise ApiError(400, f"{_format_place((name,))} is given {len(values)} times; give it once", param=name)
+    if annotation is bytes:
+        return values[0]
+    try:
+        text = values[0].decode()
+        if annotation == bool | None:
+            return {"true": True, "false": False}.get(text, text)
+        return float(text) if annotation == float | None else text
+    except ValueError:  # which validation describes
+        return values[0].decode("utf-8", "replace")
+
+
+# Media types by what reads a body.
+_MEDIA: dict[Any, str] = {read_request: "application/json", read_form: "multipart/form-data"}
+
+
 def document_bodies(document: dict[str, Any], routes: Iterable[APIRoute]) -> None:
-    """Add the bodies that routes take (:func:`take_body`) to an OpenAPI document."""
+    """Add the bodies that routes take (:func:`take_body`, :func:`take_form`) to an OpenAPI document."""
     calls = [(route, own.call) for route in routes for own in route.dependant.dependencies]
     kinds = {
-        route.path: call.args[0] for route, call in calls if isinstance(call, partial) and call.func is read_request
+        route.path: (call.args[0], _MEDIA[call.func])
+        for route, call in calls
+        if isinstance(call, partial) and call.func in _MEDIA
     }
     template = "#/components/schemas/{model}"
-    schemas, together = models_json_schema([(kind, "validation") for kind in kinds.values()], ref_template=template)
+    schemas, together = models_json_schema([(kind, "validation") for kind, _ in kinds.values()], ref_template=template)
     document["components"]["schemas"] |= together["$defs"]
-    for path, kind in kinds.items():
-        content = {"application/json": {"schema": schemas[kind, "validation"]}}
+    for path, (kind, media_type) in kinds.items():
+        content = {media_type: {"schema": schemas[kind, "validation"]}}
         document["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}

@@ -125,6 +125,7 @@ def test_packed_rows_are_unpacked_again(bits, width):
         (Codes(4, 64, zero_points=False), False),
         (Codes(4, 64, zero_points=False, offsets=True), False),
         (Codes(4, 64, zero_points=True, kind="mxfp4"), False),
+        (Codes(2, 64, zero_points=True), True),
     ],
 )
 def test_a_grid_holds_integers_of_its_kind_in_blocks_of_its_own_or_wider(codes, held):

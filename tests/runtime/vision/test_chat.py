@@ -181,7 +181,7 @@ def test_text_that_spells_an_image_is_text(make):
     ids = model.chat_tokens(said)
     assert ids.count(model.manifest.geometry.vision.token_id) == 4 * 9
     model.chat(said)
-    with pytest.raises(RequestError, match=r"shows 2 of the 1 images"):
+    with pytest.raises(RequestError, match=r"shows 2 of the 1 image parts"):
         model.chat(said, parse_special=True)
 
 
@@ -211,7 +211,7 @@ def test_the_image_that_cannot_be_read_is_named(make):
 def test_images_beyond_the_context_are_refused_before_they_are_computed(make):
     model, session = make(context=64)
     many = [{"role": "user", "content": [ONE[0]["content"][0]] * 50}]
-    with pytest.raises(ContextError, match="the first 2 of 50 images have 72 tokens, which leaves no room"):
+    with pytest.raises(ContextError, match="the first 2 of 50 image parts have 72 tokens, which leaves no room"):
         model.chat(many)
     assert not session.computed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from doubles.ggufs import load, write_gguf
+from doubles.ggufs import dequantize, load, write_gguf
 from doubles.lowerings import difference
 from doubles.tiny import SMALL_MODEL
 from safetensors.numpy import save_file
@@ -35,7 +35,7 @@ def weights(node) -> np.ndarray:
     """What a MatMulNBits multiplies with, float32 [N, K]."""
     bits, block, columns = (node.attributes[name].as_int() for name in ("bits", "block_size", "K"))
     data = read(node.inputs[1], np.uint8)
-    codes = np.stack([data & 15, data >> 4], axis=-1).reshape(len(data), -1) if bits == 4 else data
+    codes = (data[..., None] >> np.arange(0, 8, bits, np.uint8) & ((1 << bits) - 1)).reshape(len(data), -1)
     levels = codes[:, :columns].astype(np.float32) - (1 << (bits - 1))
     return levels * np.repeat(read(node.inputs[2], np.float32), block, axis=1)[:, :columns]
 
@@ -76,14 +76,19 @@ def kinds_of(q_k_v: str, gate_and_up: str, down: str, others: str) -> dict[str, 
 
 @pytest.mark.parametrize(
     ("kinds", "has_minima"),
-    [(kinds_of("Q4_0", "Q3_K", "Q6_K", "Q8_0"), False), (kinds_of("Q2_K", "Q5_K", "Q2_K", "Q5_K"), True)],
-    ids=["scales", "minima"],
+    [
+        (kinds_of("Q4_0", "Q3_K", "Q6_K", "Q8_0"), False),
+        (kinds_of("Q2_K", "Q5_K", "Q2_K", "Q5_K"), True),
+        (kinds_of("TQ1_0", "TQ2_0", "NVFP4", "Q1_0"), False),
+    ],
+    ids=["scales", "minima", "two bits"],
 )
 def test_matrices_are_the_files_to_the_last_bit(kinds, has_minima, one_layer, lowering, tmp_path):
     """All linears and the tied head, which share names with none but themselves; minima are rounded to 8 bits."""
     path = write_gguf(one_layer, tmp_path / "tiny.gguf", kinds)
     lowered = as_source(lowering(export(path, tmp_path / "export").output))
-    stored = {parameter(it.name, "x"): gguf.dequantize(it.data, it.tensor_type) for it in gguf.GGUFReader(path).tensors}
+    entries = gguf.GGUFReader(path).tensors
+    stored = {parameter(it.name, "x"): dequantize(it.data, it.tensor_type.name) for it in entries}
     products = {node.inputs[1].name: node for node in lowered.nodes("MatMulNBits")}
     minima = {name.removesuffix(".offsets"): products.pop(name) for name in list(products) if ".offsets" in name}
     for name, node in products.items():
@@ -111,6 +116,16 @@ def test_a_bundle_with_a_coded_table_takes_the_planned_bytes(tied, one_layer, tm
     planned = bundle_bytes(built.geometry, built.recipe, built.limits, 0) + 4 * hidden**2  # the rotation of prompts
     assert (1 - LEFT_OUT) * built.files["weights.bin"].size < planned <= built.files["weights.bin"].size
     assert built.memory["embedding"].fixed == vocab * (hidden // 2 + hidden // 32 * (4 + 4))
+    assert built.quality is not None and built.quality.phases["decode"].mean_kl < MOST_KL
+
+
+def test_a_model_of_2_bits_is_one_graph_of_them(one_layer, tmp_path):
+    """Weights of prompts in 8 bits would take four times as much. The head, which is tied, shares the table."""
+    path = write_gguf(one_layer, tmp_path / "tiny.gguf", "Q1_0")
+    built = build(BuildRequest(export(path, tmp_path / "export").output, tmp_path / "bundle", max_context=64)).manifest
+    assert (built.recipe.precision, built.recipe.phases, built.recipe.activations) == ("source", "shared", "none")
+    weights, written = sum(it.size for it in built.geometry.linears), built.files["weights.bin"].size
+    assert weights * 2.25 <= 8 * written < weights * 2.5  # a float32 scale for 128 codes, and what plans leave out
     assert built.quality is not None and built.quality.phases["decode"].mean_kl < MOST_KL
 
 

@@ -41,3 +41,8 @@ def test_a_message_goes_back_as_it_came(client, streams):
 def test_an_answer_is_parsed(client):
     answer = client.chat.completions.parse(model="able", messages=ASK, response_format=Add)
     assert answer.choices[0].message.parsed and answer.choices[0].message.parsed.word in ("one", "two")
+
+
+def test_a_model_that_hears_nothing_says_so(client):
+    with pytest.raises(openai.BadRequestError, match="the model 'able' hears no audio"):
+        client.audio.transcriptions.create(model="able", file=("a.wav", b""))

@@ -156,7 +156,7 @@ class TestAddresses:
             {"type": "input_image", "image_url": "URL"},
             {"type": "input_file", "file_url": "URL"},
             {"type": "file", "file": {"file_id": "file-1"}},
-            {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+            {"type": "input_audio", "input_audio": {"data": "URL", "format": "wav"}},
             {"type": "text", "text": "a", "source": "file:///etc/passwd"},
         ],
     )

@@ -1,0 +1,1 @@
+"""Audio in prompts: decode within bounds, compute its spectrum, and embedding rows with the audio tower."""
