@@ -67,6 +67,7 @@ from llmc.bundle.manifest import MergedAdapter as MergedAdapter
 from llmc.bundle.manifest import Origin as Origin
 from llmc.bundle.manifest import PhaseQuality as PhaseQuality
 from llmc.bundle.manifest import Quality as Quality
+from llmc.bundle.manifest import Ranking as Ranking
 from llmc.bundle.manifest import Recipe as Recipe
 from llmc.bundle.manifest import Similarity as Similarity
 from llmc.bundle.manifest import Source as Source

@@ -157,7 +157,7 @@ def _tower_rows(manifest: Manifest) -> list[tuple[str, str]]:
         tokens = audio.count_rows(60 * audio.spectrum.rate // audio.spectrum.hop)
         return [("audio", f"{tokens} tokens for a minute"), *quality]
     if vision is None:
-        return show.similarity_rows(manifest.similarity)
+        return [*show.similarity_rows(manifest.similarity), *show.ranking_rows(manifest.ranking)]
     some = "a token" if vision.tokens == 1 else f"{vision.tokens} tokens"
     images = f"{some} for {vision.tile} x {vision.tile} pixels, at most {vision.most_tokens:,} for each"
     return [("images", images), *quality]
@@ -169,6 +169,7 @@ def prompt_rows(manifest: Manifest) -> list[tuple[str, str]]:
     if recipe.activations != "per-token":
         return []
     treatment = f"smoothed by {recipe.smoothing:g}" if recipe.smoothing else "neither rotated nor smoothed"
+    treatment = "mixed in blocks" if manifest.geometry.encoder else treatment
     return [("prompts", f"8-bit activations, {'rotated' if 'prefill' in recipe.rotated else treatment}")]
 
 

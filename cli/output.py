@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from llmc.bundle import Geometry, PhaseQuality, Quality, Recipe, Similarity, Source
+from llmc.bundle import Geometry, PhaseQuality, Quality, Ranking, Recipe, Similarity, Source
 from llmc.errors import printable
 
 Report = Callable[..., None]
@@ -187,6 +187,14 @@ def similarity_rows(similarity: Similarity | None, name: str = "against unquanti
         return []
     cosine = "" if similarity.mean is None else f"cosine {similarity.mean:.5f}, at least {similarity.smallest:.5f}, "
     return [(name, f"{cosine}values differ by up to {similarity.largest_difference:.2g}")]
+
+
+def ranking_rows(ranking: Ranking | None) -> list[tuple[str, str]]:
+    """The order of documents compared with the unquantized model's; empty if it was not measured."""
+    if ranking is None:
+        return []
+    counts = f"{ranking.queries} queries, {ranking.documents} documents"
+    return [("retrieval", f"nDCG@10 {ranking.ndcg:.4f}, same first result {ranking.top1_agreement:.1%} ({counts})")]
 
 
 def _phase(phase: PhaseQuality) -> str:

@@ -67,7 +67,7 @@ KINDS = (
     Kind(
         "embeds or ranks texts",
         lambda geometry: geometry.encoder,
-        tuple(FEATURES),
+        tuple(name for name in FEATURES if name != "activations"),
         one_graph=True,
         float_activations=True,
         whole_texts=True,

@@ -52,15 +52,17 @@ def fold_heads(graph: ir.Graph, context: LoweringContext) -> int:
     return len(folded)
 
 
-def choose(node: ir.Node, condition: ir.Value, then: Branch, outputs: list[ir.Value], otherwise: str) -> None:
-    """GroupQueryAttention -> If(condition, ``outputs`` of the nodes of ``then``, the same as it was)."""
-    together = _graph(then.name, then.nodes, outputs)
-    own = ir.node(GQA, node.inputs, dict(node.attributes), domain=MICROSOFT, num_outputs=3)
+def choose(node: ir.Node, condition: ir.Value, then: Branch, outputs: list[ir.Value], otherwise: str) -> list[ir.Value]:
+    """A node -> If(condition, ``outputs`` of the nodes of ``then``, the node as it was)."""
+    together, count = _graph(then.name, then.nodes, outputs), len(outputs)
+    own = ir.node(node.op_type, node.inputs, dict(node.attributes), domain=node.domain, num_outputs=count)
     own.name = f"{node.name}.{otherwise}"
     for value, output in zip(own.outputs, node.outputs, strict=True):
         value.name = f"{output.name}.{otherwise}"
     apart = _graph(own.name, [own], list(own.outputs))
-    replace(node, *Emitter(node, main="If").many("If", [condition], 3, then_branch=together, else_branch=apart))
+    made = Emitter(node, main="If").many("If", [condition], count, then_branch=together, else_branch=apart)
+    replace(node, *made)
+    return made
 
 
 def count_overwritten(attentions: tuple[Attention, ...]) -> int:
