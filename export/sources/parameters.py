@@ -55,6 +55,7 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
         parameters[name] = make_view(folder, tensors[name], plus_one, tensors[name].shape, "F32")
     for item in config.geometry.recurrents:
         parameters |= _convert_recurrent(folder, config, item, tensors)
+        _join_convolutions(folder, item, shapes, parameters)
     for attention in config.geometry.attentions:
         _convert_head_norms(folder, attention, shapes, parameters)
     parameters |= _widen_scalars(tensors, shapes)
@@ -129,6 +130,20 @@ def _convert_head_norms(
             parameters[f"{norm}.bias"] = MadeTensor(
                 "F32", shapes[f"{norm}.bias"], partial(filled, 0.0, (item.head_dim,))
             )
+
+
+def _join_convolutions(
+    folder: Path, item: Recurrent, shapes: Mapping[str, tuple[int, ...]], parameters: Tensors
+) -> None:
+    """One convolution of the three for queries, keys and values, where they are stored apart."""
+    names = [f"{item.name}.{part}_conv.weight" for part in "qkv"]
+    if any(name not in parameters for name in names):
+        return
+    name, stored = f"{item.name}.conv.weight", [parameters.pop(name) for name in names]
+    found = (sum(tensor.shape[0] for tensor in stored), *stored[0].shape[1:])
+    if found != shapes[name] or any(tensor.shape[1:] != found[1:] for tensor in stored):
+        raise CheckpointError(f"{folder}: {explain_shape(name, found, shapes[name])}")
+    parameters[name] = MadeTensor("F32", shapes[name], partial(_read_flat, folder, stored))
 
 
 def _read_flat(folder: Path, tensors: Sequence[Weight]) -> Iterator[Array]:
