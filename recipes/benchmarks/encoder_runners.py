@@ -2,8 +2,8 @@
 
     python encoder_runners.py SYSTEM MODEL --threads N
 
-Runs in the system's interpreter, which need not have llmc; each import is done where it is needed. All systems get token
-ids and give mean-pooled vectors of length one.
+Runs in the system's interpreter, which need not have llmc; each import is done where it is needed. All systems get
+token ids and give mean-pooled vectors of length one.
 """
 
 import argparse
