@@ -13,7 +13,7 @@ OWN = (("mlp.gate.e_score_correction_bias", "experts.correction"),)
 
 def read(keys: Keys) -> DecoderConfig:
     """Layers behind the last one, which predict further tokens, are left out."""
-    keys.fill(n_group=8, topk_group=4)
+    keys.fill(n_group=8, topk_group=4, n_shared_experts=1, first_k_dense_replace=3)
     further = keys.integer("num_nextn_predict_layers", keys.integer("num_mtp_layers", 1))
     config = deepseek_v2.read_mixture(keys, _read_experts)
     if further:

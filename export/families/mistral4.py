@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from llmc.export.config import DecoderConfig
 from llmc.export.families.deepseek_v2 import read_mixture
-from llmc.export.families.ministral3 import OWN, grow_queries
+from llmc.export.families.ministral3 import OWN, grow_queries, inside_rope
 from llmc.export.families.mixtures import read_experts, read_groups
 from llmc.export.keys import Keys
 from llmc.export.parts.experts import ExpertsConfig
@@ -15,7 +15,7 @@ def read(keys: Keys) -> DecoderConfig:
     keys.fill(n_shared_experts=1, moe_intermediate_size=2048, q_lora_rank=1024, kv_lora_rank=256)
     keys.fill(qk_nope_head_dim=64, qk_rope_head_dim=64)
     keys.rename({"head_dim": "qk_head_dim", "qk_rope_head_dim": "head_dim"})
-    rope, turned = keys.inside("rope_parameters"), keys.integer("head_dim")
+    rope, turned = inside_rope(keys), keys.integer("head_dim")
     rope.fixed("partial_rotary_factor", turned / (turned + keys.integer("qk_nope_head_dim")))
     keys.fixed("rope_interleave", True)
     config = grow_queries(keys, read_mixture(keys, _read_experts, (*OWN, "partial_rotary_factor")))

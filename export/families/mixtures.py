@@ -64,10 +64,8 @@ def first_dense(keys: Keys) -> tuple[bool, ...]:
     """The layers that ``mlp_layer_types`` calls dense, or else the first ``first_k_dense_replace``."""
     layers, types = keys.integer("num_hidden_layers"), keys.raw("mlp_layer_types")
     dense = keys.integer("first_k_dense_replace", 0)
-    if dense >= layers:
-        raise keys.error("first_k_dense_replace", dense, f"less than num_hidden_layers={layers}")
     if types is None:
-        return (True,) * dense
+        return (True,) * min(dense, layers)
     if not isinstance(types, list) or len(types) != layers or any(kind not in ("dense", "sparse") for kind in types):
         raise keys.error("mlp_layer_types", types, f"{layers} entries, each one of dense, sparse")
     return tuple(kind == "dense" for kind in types)

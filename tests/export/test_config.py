@@ -258,6 +258,31 @@ def test_a_ministral_3_without_a_beta_has_queries_that_do_not_grow():
         assert {layer.attention.query_growth for layer in config.layers} == {growth}
 
 
+def test_queries_of_a_ministral_3_grow_with_any_rope_under_its_old_name_too():
+    from transformers import AutoConfig
+
+    values = AutoConfig.for_model("ministral3").to_dict()
+    rope = {"rope_type": "default", "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8}
+    for stated in ({"rope_parameters": rope}, {"rope_parameters": None, "rope_scaling": rope}):
+        layers = read({**values, **stated}).layers
+        assert {(layer.attention.query_growth, layer.attention.grows_after) for layer in layers} == {(0.1, 8)}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "dense"),
+    [
+        ("glm4_moe_lite", {"num_hidden_layers": 1}, [True]),
+        ("glm4_moe_lite", {"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]}, [False]),
+        ("deepseek_v3", {"num_hidden_layers": 2, "first_k_dense_replace": 3}, [True, True]),
+    ],
+)
+def test_short_models_of_a_mixture_may_be_dense_throughout(family, changes, dense):
+    from transformers import AutoConfig
+
+    config = read(AutoConfig.for_model(family, **changes).to_dict())
+    assert [layer.experts is None for layer in config.layers] == dense
+
+
 GEMMA4_26B = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
 LIMITED = {"topk_method": "group_limited_greedy", "n_group": 16, "topk_group": 2}
 
