@@ -49,6 +49,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False,),
     "use_mrope": (False,),
     "use_resampler": (False,),
+    "use_sliding_window": (False,),
 }
 _MISSING = object()
 # The range of every number that is read: what lies beyond cannot be meant, and would be computed with all the same.

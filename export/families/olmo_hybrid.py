@@ -37,8 +37,8 @@ def read(keys: Keys) -> DecoderConfig:
         rotated=(rotates,) * layers,
     )
     key_heads, value_heads = keys.integer("linear_num_key_heads", heads), keys.integer("linear_num_value_heads", heads)
-    if value_heads != key_heads:
-        raise keys.error("linear_num_value_heads", value_heads, f"linear_num_key_heads={key_heads}")
+    if value_heads % key_heads:
+        raise keys.error("linear_num_value_heads", value_heads, f"a multiple of linear_num_key_heads={key_heads}")
     key_dim = keys.integer("linear_key_head_dim", int(0.75 * config.hidden_size / key_heads))
     value_dim = keys.integer("linear_value_head_dim", 2 * key_dim)
     mixer = RecurrentConfig(

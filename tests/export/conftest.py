@@ -372,7 +372,7 @@ CASES: dict[str, dict[str, Any]] = {
     "lfm2-short-convolutions": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "conv_bias": True},
     "olmo_hybrid-corrections-up-to-two": {
         "model_type": "olmo_hybrid",
-        "linear_num_key_heads": 4,
+        "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 24,

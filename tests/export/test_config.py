@@ -173,6 +173,7 @@ def test_absent_keys_mean_what_transformers_takes_them_for():
     mixtral = {**MISTRAL_7B, "model_type": "mixtral", "num_experts_per_tok": 2}
     assert read(without(mixtral, "rope_theta")).ropes == (Rope(128, 1e6),)
     assert not read(without(LLAMA32_1B, "tie_word_embeddings")).tied_head
+    assert read(LLAMA32_1B, use_sliding_window=False) == read(LLAMA32_1B)  # a key of other families
 
 
 @pytest.mark.parametrize(
