@@ -169,6 +169,7 @@ def prompt_rows(manifest: Manifest) -> list[tuple[str, str]]:
     if recipe.activations != "per-token":
         return []
     treatment = f"smoothed by {recipe.smoothing:g}" if recipe.smoothing else "neither rotated nor smoothed"
+    treatment = "mixed in blocks" if manifest.geometry.encoder else treatment
     return [("prompts", f"8-bit activations, {'rotated' if 'prefill' in recipe.rotated else treatment}")]
 
 

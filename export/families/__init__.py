@@ -2,9 +2,14 @@
 
 import importlib
 from collections.abc import Callable
+from difflib import get_close_matches
 
 from llmc.export.config import DecoderConfig
+from llmc.export.families.missing import MISSING
 from llmc.export.keys import Keys
+
+# Names of families that an error suggests: how many, and how similar at least.
+MOST_NEAR, NEAR = 3, 0.7
 
 # Families that the function ``read`` of the module with their name reads.
 _NAMED = """
@@ -36,10 +41,20 @@ def read_config(keys: Keys) -> DecoderConfig:
     Raises:
         CheckpointError: the family, a value or a key is not supported.
     """
-    name = keys.choice("model_type", tuple(FAMILIES))
-    module, _, function = FAMILIES[name].partition(":")
+    name = keys.raw("model_type")
+    if isinstance(name, str) and name not in FAMILIES:
+        raise keys.error("model_type", name, _suggest(name))
+    module, _, function = FAMILIES[keys.choice("model_type", tuple(FAMILIES))].partition(":")
     read: Callable[[Keys], DecoderConfig] = getattr(importlib.import_module(module), function)
     config = read(keys)
     keys.skip("quantization_config", "compression_config")  # how weights are stored, see llmc.export.sources
     keys.finish()
     return config
+
+
+def _suggest(name: str) -> str:
+    """What an error expects in the place of an unknown family."""
+    if name in MISSING:
+        return f"a family that llmc has; this one would take {MISSING[name]}"
+    near = get_close_matches(name, FAMILIES, MOST_NEAR, NEAR)
+    return f"a family that llmc has; similar names are {', '.join(near)}" if near else f"one of {', '.join(FAMILIES)}"

@@ -275,6 +275,7 @@ def settle(request: BuildRequest, geometry: Geometry, target: Capabilities) -> t
         calibrated=request.can_calibrate and allows(geometry, "calibration"),
         coded=bool(geometry.coded),
         rotates=geometry.rotates,
+        mixes=geometry.mixes,
         one_graph=any(kind.float_activations for kind in kinds),
     )
     if request.cache is None and _halves_cache(recipe, geometry, target):
@@ -307,12 +308,14 @@ def resolve(
     calibrated: bool = False,
     coded: bool = False,
     rotates: bool = True,
+    mixes: bool = False,
     one_graph: bool = False,
 ) -> tuple[Recipe, Limits]:
     """Fill in the defaults and refuse what the target or the model cannot do.
 
     ``calibrated`` tells that the build can calibrate, ``coded`` that the checkpoint stores integers, ``rotates`` that
-    the model's residual stream can be rotated, ``one_graph`` that one graph leaves activations in floats.
+    the model's residual stream can be rotated, ``mixes`` that inputs of linears are mixed instead, ``one_graph`` that
+    one graph leaves activations in floats.
 
     Raises:
         UsageError: a value is out of range, contradicts another one or is not supported by the target.
@@ -328,7 +331,7 @@ def resolve(
     stored = {rest, head, *layers.values()}
     _refuse_integer_keys(request, precision, stored)
     # One graph multiplies 8-bit activations in decode too, which loses little where their outliers are spread.
-    spread = precision == "int8" and stored == {"int8"} and (rotates or calibrated) and not one_graph
+    spread = precision == "int8" and stored == {"int8"} and (mixes or ((rotates or calibrated) and not one_graph))
     phases = _phases(request.phases, target, integers=rest in BITS, one=one_graph or spread)
     compute = _compute(request.compute, precision, target)
     activations = _activations(request.activations, phases, stored, target, spread)

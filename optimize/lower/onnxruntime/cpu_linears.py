@@ -68,7 +68,8 @@ def _per_token_linear(
     assert x is not None
     emit, rows = Emitter(linear.node), _rows_before(linear, context)
     keeps = all(isinstance(weight, CodedTensor) and calibrated.keeps(weight, grid) for weight in linear.weights)
-    block = 0 if keeps else count_mixed(linear.module, linear.inputs)
+    encodes = context.geometry.encoder is not None
+    block = 0 if keeps else count_mixed(linear.module, linear.inputs, encodes)
     if x not in activations:
         activations[x] = _quantize_tokens(linear, x, block, rows)
     tokens, token_scales = activations[x]
