@@ -87,7 +87,7 @@ class Reference:
     ) -> list[Float]:
         """Hidden states [B, S, H] of each group of tokens [B, S] after the last layer; ``embedded`` as in
         :class:`LayerCalls`."""
-        given = embedded or [None] * len(groups)
+        given: Sequence[Float | None] = embedded or [None] * len(groups)
         calls = [LayerCalls(self, ids, values) for ids, values in zip(groups, given, strict=True)]
         layers = self.manifest.geometry.layers
         done = make_counter(progress, "running the unquantized model layer by layer", layers)
