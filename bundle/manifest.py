@@ -11,8 +11,8 @@ from llmc.bundle.model.cache import Cache
 from llmc.bundle.model.geometry import Geometry
 from llmc.bundle.model.ranges import Index, Positions
 
-SCHEMA_VERSION = 21
-GRAPH_CONTRACT_VERSION = 6
+SCHEMA_VERSION = 22
+GRAPH_CONTRACT_VERSION = 7
 EXPORT_MANIFEST = "export.json"
 BUNDLE_MANIFEST = "llmc.json"
 DECODER_FILE = "decoder.onnx"
@@ -378,18 +378,17 @@ class Stage:
 class Manifest:
     """``llmc.json``: all that a runtime must know before it opens a graph.
 
-    ``cache`` is the type of the KV cache's values.
-    ``golden_tolerance`` is how far logits of ``golden`` may be from the recorded ones on another machine. It follows
-    from ``golden_spread``, the differences on the building machine between calls of different shapes.
-    ``engine`` is there for TensorRT, whose ``graphs`` are what the engine was made from; ``device`` for every
-    target with a GPU. ``notes`` are those of the export. A model that embeds or ranks has one graph, ``encode``, and
-    ``vectors``, ``similarity`` and ``ranking`` in the places of ``golden`` and ``quality``; of a model that sees or
-    hears they are the tower's, whose graph is ``vision`` or ``audio``. Of a model with states ``replay`` computes
-    these. ``adapter_graph`` runs calls in which some row has an adapter, of either phase. Of a model in stages
-    ``stage`` says which this one is; its graphs, caches and memory are those of its layers, and one before the last has
-    ``vectors`` of its hidden states.
-    ``hidden`` are the borders of hidden states that the graphs give to a draft head, whose own bundle has two
-    ``vectors``, of hidden states and logits, and is not judged.
+    ``cache`` is the type of the KV cache's values. ``golden_tolerance`` is how far logits of ``golden`` may be from the
+    recorded ones on another machine. It follows from ``golden_spread``, the differences on the building machine between
+    calls of different shapes. ``engine`` is there for TensorRT, whose ``graphs`` are what the engine was made from;
+    ``device`` for every target with a GPU. ``notes`` are those of the export. A model that embeds or ranks has one
+    graph, ``encode``, and ``vectors``, ``similarity`` and ``ranking`` in the places of ``golden`` and ``quality``; of a
+    model that sees or hears ``vectors`` and ``similarity`` are the tower's, whose graph is ``vision`` or ``audio``. Of
+    a model with states ``replay`` computes these. ``adapter_graph`` runs calls in which some row has an adapter, of
+    either phase. Of a model in stages ``stage`` says which this one is; its graphs, caches and memory are those of its
+    layers, and one before the last has ``vectors`` of its hidden states. ``hidden`` are the borders of hidden states
+    that the graphs give to a draft head, whose own bundle has two ``vectors``, of hidden states and logits, and is not
+    judged.
     """
 
     schema_version: Version

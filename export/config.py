@@ -12,7 +12,16 @@ from llmc.bundle.model.draft_head import DraftHead
 from llmc.bundle.model.encoder import Encoder
 from llmc.bundle.model.geometry import Geometry
 from llmc.bundle.model.linear import Linear
-from llmc.bundle.model.names import DISTANCES, EMBEDDING, HEAD, PER_LAYER, PER_LAYER_PROJECTION, POSITIONS, TYPES
+from llmc.bundle.model.names import (
+    DISTANCES,
+    EMBEDDED_NORM,
+    EMBEDDING,
+    HEAD,
+    PER_LAYER,
+    PER_LAYER_PROJECTION,
+    POSITIONS,
+    TYPES,
+)
 from llmc.bundle.model.norm import Norm
 from llmc.bundle.model.vision import Vision
 from llmc.export.audio.shapes import AudioTowerConfig
@@ -67,6 +76,7 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     embedding_scale: float = 1.0  # factor of embeddings
+    embedding_normed: bool = False  # embeddings are normalized, without a weight
     residual_scale: float = 1.0  # factor of what an attention or an MLP adds to the residual stream
     logit_scale: float = 1.0  # factor of logits
     logit_softcap: float = 0.0  # c in c * tanh(logits / c), 0 for none
@@ -194,6 +204,8 @@ class DecoderConfig:
     def _list_norms(self) -> Iterator[Norm]:
         """Norms in the order of computation, the one before the head last."""
         kind, bias = self.norm.kind, self.norm.bias
+        if self.embedding_normed:
+            yield Norm(EMBEDDED_NORM, kind, self.hidden_size, bias, False, 0)
         if self.per_layer:
             yield Norm(PER_LAYER_NORM, kind, self.per_layer, bias, False, None)
         for name, size in self.head.norms if self.head else ():

@@ -76,7 +76,7 @@ class DecoderLayer(nn.Module):
         self.normed = config.head is not None and config.head.normed
         for name, size, _ in config.list_norms_of(index):
             if name and "." not in name:  # others are norms of parts
-                self.add_module(name, Norm(size, config.norm))
+                self.add_module(name, Norm(size, layer.placement.choose_norm(name, config.norm)))
         self.per_layer_input_gate = None
         if config.per_layer:
             assert layer.mlp is not None
@@ -147,6 +147,7 @@ class Stack(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.own_width)
+        self.embed_norm = Norm(config.hidden_size, config.norm) if config.embedding_normed else nn.Identity()
         self.embed_positions = None
         if config.learned_positions:
             self.embed_positions = PositionEmbedding(config.max_positions, config.hidden_size)
@@ -270,7 +271,7 @@ class Decoder(nn.Module):
 
     def embed(self, input_ids: Tensor, past_lengths: Tensor) -> Tensor:
         """ids (B, S), lengths (B) -> input of the first layer (B, S, N)."""
-        x: Tensor = self.embedding_scale(self.model.embed_tokens(input_ids))
+        x: Tensor = self.model.embed_norm(self.embedding_scale(self.model.embed_tokens(input_ids)))
         return x if self.model.embed_positions is None else x + self.model.embed_positions(input_ids, past_lengths)
 
     def embed_per_layer(self, input_ids: Tensor, embedded: Tensor) -> list[Tensor]:

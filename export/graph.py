@@ -18,7 +18,7 @@ Names in the result, which later steps rely on (``P`` is a module path such as `
   GatherND node is named like its module, ``P``;
 * a Cast or Transpose of an initializer is ``P.weight.cast``, ``P.weight.transpose``; the Add of a bias is ``P.bias``;
 * any other node is ``P.<operator in lower case>``, the residual Adds of a layer ``P.residual`` and, behind a mixer,
-  that of its MLP or experts ``P.residual_1``, that of learned positions ``residual``;
+  that of its MLP or experts ``P.residual_1``, those of positions and types of tokens ``residual`` and on;
 * a node's output is ``<node>.out``, except ``hidden.0`` (embeddings), ``hidden.{i+1}`` (after layer i),
   ``per_layer.{i}`` (a layer's own input) and contract 1.
 """

@@ -83,7 +83,7 @@ RANGES: dict[str, tuple[float, float]] = {
         (0, (1 << 31) - 1, "max_window_layers"),
         # Added to a mean of squares: 0 makes a row of zeros no number, as float32 does with much less than 1e-30, and
         # with more than 1 it would outweigh the values.
-        (1e-30, 1, "rms_norm_eps norm_epsilon layer_norm_eps layer_norm_epsilon"),
+        (1e-30, 1, "rms_norm_eps norm_epsilon layer_norm_eps layer_norm_epsilon post_norm_eps"),
         # The slowest frequency, 1 / (theta * factor), stays a normal float32; below 1 later pairs would turn faster.
         (1, 1e30, "rope_theta rope_local_base_freq local_rope_theta"),
         (1e-3, 1, "partial_rotary_factor"),
@@ -112,6 +112,7 @@ RANGES: dict[str, tuple[float, float]] = {
         (1e-6, 1e6, "attention_multiplier embedding_multiplier residual_multiplier attention_in_multiplier"),
         (1e-6, 1e6, "attention_out_multiplier key_multiplier lm_head_multiplier mlp_multipliers ssm_in_multiplier"),
         (1e-6, 1e6, "ssm_multipliers ssm_out_multiplier logits_scaling logit_scale routed_scaling_factor"),
+        (1e-6, 1e6, "output_multiplier qk_scale_factor"),
         # Token ids.
         (0, 1 << 24, "true_token_id false_token_id pad_token_id"),
         (0, (1 << 24) - 1, "image_token_id image_token_index audio_token_id"),

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from llmc import bundle
-from llmc.bundle.model.names import PER_LAYER, PER_LAYER_PROJECTION, POSITIONS
+from llmc.bundle.model.names import EMBEDDED_NORM, PER_LAYER, PER_LAYER_PROJECTION, POSITIONS
 from llmc.export import ops
 from llmc.export.blocks.norm import Norm
 from llmc.export.blocks.part import Call
 from llmc.export.blocks.rope import inverse_frequencies
-from llmc.export.config import PER_LAYER_NORM
+from llmc.export.config import FINAL_NORM, PER_LAYER_NORM
 from llmc.export.decoder import DecoderLayer
 from llmc.export.families import read_config
 from llmc.export.families.vision_language import keep_text_part
@@ -40,6 +40,8 @@ class StreamedDecoder:
         vectors = rows[inverse] * self.config.embedding_scale
         if self.config.learned_positions:
             vectors = vectors + self.rows(f"{POSITIONS}.weight", 0, ids.shape[1])
+        if self.config.embedding_normed:
+            vectors = self._load_norm(EMBEDDED_NORM)(vectors)
         carried = [self._embed_per_layer(unique, inverse, vectors)] if self.config.per_layer else []
         end = max((spans[-1].stop for spans in self._carried.values()), default=0)
         room = end - self.config.per_layer * self.geometry.layers
@@ -105,8 +107,11 @@ class StreamedDecoder:
         return spans
 
     def norm(self) -> Norm:
+        return self._load_norm(FINAL_NORM)
+
+    def _load_norm(self, name: str) -> Norm:
         norm = Norm(self.geometry.hidden_size, self.config.norm)
-        self._fill(norm, "model.norm.")
+        self._fill(norm, f"{name}.")
         return norm
 
     @property

@@ -206,14 +206,14 @@ class Geometry:
         """True if an orthogonal matrix can be folded into the weights around the residual stream.
 
         Only RMS norms may read the stream, and only linears may add to it. Folding would destroy weights that a
-        checkpoint stores as 8-bit integers with a scale for each row (W8A8).
+        checkpoint stores as integers that W8A8 multiplies: of 2 or 8 bits, with a scale for each row.
         """
         inner = self.read_norms.union(*(item.inner_norms for item in self.mixers))
         return (
             self.generates
             and self.head is None
             and not any(
-                linear.codes and (linear.codes.bits, linear.codes.block) == (8, linear.inputs)
+                linear.codes and linear.codes.bits != 4 and linear.codes.block == linear.inputs
                 for linear in self.linears
             )
             and all(norm.kind == "rms" and norm.name in inner for norm in self.norms)

@@ -10,7 +10,7 @@ from llmc.bundle.model.ranges import Index, Vocabulary, Width
 class Codes:
     """Integers that a checkpoint stores a weight as."""
 
-    bits: Annotated[int, range(1, 9)]  # of each; 4 or 8 of linears and experts, of tables the fewest that hold all
+    bits: Annotated[int, range(1, 9)]  # of each; 2, 4 or 8 of linears and experts, of tables the fewest that hold all
     block: Width  # inputs that share a scale
     zero_points: bool  # each block has one
     offsets: bool = False  # each block has a float that is added after scaling

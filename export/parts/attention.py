@@ -11,7 +11,7 @@ from llmc.bundle.model.cache import Cache
 from llmc.bundle.model.linear import Linear
 from llmc.export.parts.site import Part, Shapes, Site, place
 
-QkNorm = Literal["none", "head", "whole", "head_after_rope"]
+QkNorm = Literal["none", "head", "whole", "head_after_rope", "unweighted_head"]
 # A gate's sigmoid multiplies the output: a gate for each value, made by ``q_proj`` (each head's query, then its gate)
 # or by a linear of its own, or one for each head.
 Gate = Literal["none", "beside_queries", "value", "head"]
@@ -38,7 +38,8 @@ class AttentionConfig(Attention, Part):
     scale: float | None = None  # of the products of queries and keys; None is head_dim ** -0.5
     softcap: float = 0.0  # c in c * tanh(products / c), 0 for none
     query_growth: float = 0.0  # g in 1 + g * ln(1 + floor(position / grows_after)), a factor of queries; 0 for none
-    # Queries and keys are normalised before rotation, each head or all heads together, or each head after it.
+    # Queries and keys are normalised before rotation, each head (with or without a weight) or all heads together, or
+    # each head after it.
     qk_norm: QkNorm = "none"
     qk_scales: bool = False  # each head has weights of its own after its norm, whose weights are ones
     qkv_bias: bool = False

@@ -13,6 +13,7 @@ class NormConfig:
     kind: NormKind = "rms"
     bias: bool = False
     offset: bool = False  # checkpoints store weights minus one; export adds it back
+    plain_end: bool = False  # those of the last norm are stored unchanged all the same
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,12 @@ class Placement:
     after_dense: str = ""
     # Norms before a part whose output is also what the part's result is added to.
     carried: tuple[str, ...] = ()
+    eps_after: float = 0.0  # epsilon of the norms behind attention and MLP, 0 for that of the others
+
+    def choose_norm(self, name: str, norm: NormConfig) -> NormConfig:
+        """The normalisation of the layer's norm with this name."""
+        own = self.eps_after > 0 and name in (self.after_attention, self.after_mlp)
+        return replace(norm, eps=self.eps_after) if own else norm
 
 
 PRE = Placement("input_layernorm", "", "post_attention_layernorm", "")

@@ -5,25 +5,22 @@ https://sbert.net/docs/sentence_transformer/usage/custom_models.html
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llmc.bundle import CONFIG_FILE
 from llmc.bundle.model.encoder import DENSE, SCORE, Pooling
-from llmc.bundle.model.names import DISTANCES, POSITIONS, TYPES
 from llmc.errors import CheckpointError
 from llmc.export.config import DecoderConfig
 from llmc.export.keys import Keys, read_object, read_value
-from llmc.export.parts.attention import RANGES, find_range
 from llmc.export.parts.encoder import DenseConfig, EncoderConfig
-from llmc.export.sources.codes import Weight, rows_of
+from llmc.export.sources.codes import Weight
 from llmc.export.sources.made import MadeTensor
-from llmc.export.sources.parameters import Array, copy_tensor, explain_shape, read_pieces
+from llmc.export.sources.parameters import copy_tensor
 from llmc.export.sources.safetensors import FLOATS, SINGLE_FILE, StoredTensor, read_shard
+from llmc.export.sources.tables import place_tables
 from llmc.export.sources.tokens import CONFIG_FILE as TOKENIZER_CONFIG
 from llmc.origin import find_own_file
 
@@ -47,7 +44,6 @@ IDENTITY, TANH, SIGMOID = (
 )
 # Key of the activation of scores, here and in the config of versions before 4.
 ACTIVATION, OLD_ACTIVATION = "activation_fn", "sbert_ce_default_activation_function"
-POSITIONS_WEIGHT, DISTANCES_WEIGHT = f"{POSITIONS}.weight", f"{DISTANCES}.weight"
 # Prefixes of the names of all tensors but those of a head.
 PREFIXES = ("model.", "bert.", "roberta.", "mpnet.", "nomic_bert.")
 # Beginnings of the names of tensors of a family's ForSequenceClassification.
@@ -143,7 +139,7 @@ def replace_head(
         end = replace(classifier, sigmoid=end.sigmoid, types=types)
     else:
         tensors = {name: it for name, it in tensors.items() if not name.startswith(CLASSIFIERS)}
-    end = _measure(folder, config, end)
+    end = _measure(folder, config, replace(end, biased=config.distance_ranges))
     head = tensors.pop(HEAD_WEIGHT, tensors.get(TABLE_WEIGHT) if config.tied_head else None)
     for number, row in enumerate(end.score_rows):
         tensors[f"{SCORE}.{number}.weight"] = _row(folder, head, row)
@@ -152,13 +148,7 @@ def replace_head(
     for number, name in enumerate(ending.dense_folders):
         tensors |= {f"{DENSE}.{number}.{part}": tensor for part, tensor in _dense_tensors(folder, name).items()}
     longest = min(config.max_positions, ending.longest or config.max_positions)
-    if config.learned_positions and (table := tensors.get(POSITIONS_WEIGHT)) is not None:
-        first, rows = config.first_position, table.shape[0]
-        tensors[POSITIONS_WEIGHT] = rows_of(table, min(first, rows), min(first + longest, rows))
-    if config.distance_ranges and (table := tensors.get(DISTANCES_WEIGHT)) is not None:
-        end, tensors[DISTANCES_WEIGHT] = replace(end, biased=True), _spread(folder, table, longest)
-    if config.stored_types and not end.types:
-        _fold_type(folder, POSITIONS_WEIGHT if config.learned_positions else TABLE_WEIGHT, tensors)
+    place_tables(folder, config, tensors, longest, end.types)
     ropes = tuple(  # longrope's factors for the longest text serve all texts
         replace(rope, factors=rope.long_factors, long_factors=())
         if rope.long_factors and longest > rope.original_max_positions
@@ -166,34 +156,6 @@ def replace_head(
         for rope in config.ropes
     )
     return replace(config, encoder=end, tied_head=False, max_positions=longest, ropes=ropes), tensors
-
-
-def _spread(folder: Path, table: Weight, positions: int) -> MadeTensor:
-    """A row for every distance of two tokens, the last token's from the first one's last, of a table of ranges."""
-    if not isinstance(table, StoredTensor) or table.dtype not in FLOATS or table.shape[:1] != (2 * RANGES,):
-        raise CheckpointError(f"{folder}: {DISTANCES_WEIGHT} is no table of {2 * RANGES} floats for each head")
-    rows = [find_range(distance) for distance in range(1 - positions, positions)]
-
-    def pieces() -> Iterator[Array]:
-        yield np.concatenate(list(read_pieces(folder, table))).astype(np.float32)[rows]
-
-    return MadeTensor("F32", (len(rows), *table.shape[1:]), pieces)
-
-
-def _fold_type(folder: Path, name: str, tensors: dict[str, Weight]) -> None:
-    """Add the type of all tokens to a table that has a row for each of them."""
-    table, types = tensors.get(name), tensors.pop(f"{TYPES}.weight", None)
-    if not all(isinstance(it, StoredTensor | MadeTensor) and it.dtype in FLOATS for it in (table, types)):
-        raise CheckpointError(f"{folder}: {name} or {TYPES}.weight is missing or quantized; download it again")
-    assert isinstance(table, StoredTensor | MadeTensor) and isinstance(types, StoredTensor | MadeTensor)
-    if table.shape[1:] != types.shape[1:]:
-        raise CheckpointError(f"{folder}: {explain_shape(f'{TYPES}.weight', types.shape, (1, *table.shape[1:]))}")
-
-    def pieces() -> Iterator[Array]:
-        row = next(iter(read_pieces(folder, rows_of(types, 0, 1)))).astype(np.float32)
-        return (piece.astype(np.float32) + row for piece in read_pieces(folder, table))
-
-    tensors[name] = MadeTensor("F32", table.shape, pieces)
 
 
 def _measure(folder: Path, config: DecoderConfig, end: EncoderConfig) -> EncoderConfig:

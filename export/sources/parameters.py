@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.bundle.model.attention import Attention
+from llmc.bundle.model.names import EMBEDDED_NORM
 from llmc.bundle.model.recurrent import Recurrent
 from llmc.errors import CheckpointError
-from llmc.export.config import DecoderConfig
+from llmc.export.config import FINAL_NORM, DecoderConfig
 from llmc.export.parts.experts import STEEP
 from llmc.export.parts.recurrent import RecurrentConfig
 from llmc.export.sources.codes import GgmlTensor, Mxfp4Tensor, QuantizedTensor, Weight, join_stacks, rows_of
@@ -81,6 +82,10 @@ def _convert_recurrent(folder: Path, config: DecoderConfig, item: Recurrent, ten
 def _list_norms_of_ones(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Norms whose weight is one, because none is stored, or because the stored one differs by head or group."""
     values = [f"{item.name}.v_norm.weight" for item in config.geometry.attentions]
+    values += [f"{EMBEDDED_NORM}.weight"] if config.embedding_normed else []
+    for index, layer in enumerate(config.layers):
+        if layer.attention is not None and layer.attention.qk_norm == "unweighted_head":
+            values += [f"model.layers.{index}.self_attn.{part}_norm.weight" for part in "qk"]
     values += [
         f"{it.name}.{p}_norm.weight"
         for it in config.geometry.attentions
@@ -136,6 +141,7 @@ def list_offset_norms(config: DecoderConfig) -> set[str]:
     plain = {
         f"{item.name}.norm" for item in config.geometry.recurrents
     }  # norms after a recurrence store their weights unchanged
+    plain |= {FINAL_NORM} if config.norm.plain_end else set()
     listed = {norm.name for norm in config.geometry.norms} - plain
     return {f"{name}.weight" for name in listed} if config.norm.offset else set()
 

@@ -65,8 +65,7 @@ def score_documents(results: Sequence[Float]) -> Float:
     if found.shape[1] == 1:
         return found.reshape(-1, PAIRED_DOCUMENTS)
     found = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), np.finfo(np.float32).tiny)
-    cosines: Float = found[:PASSAGES] @ found[PASSAGES:].T
-    return cosines
+    return np.asarray(found[:PASSAGES] @ found[PASSAGES:].T)
 
 
 def compare_orders(scores: Float, wanted: Float) -> Ranking:

@@ -21,6 +21,8 @@ SCHEMES = {
     "q4_0_pure": (2, True),
     "q8_0": (7, False),
     "q4_k_m": (15, False),
+    "q1_0": (40, False),
+    "tq2_0": (37, False),
     "mxfp4": (38, False),  # keeps experts in it, and quantizes the rest to Q8_0
 }
 TOWER = "mmproj"

@@ -12,8 +12,10 @@ from doubles.refusals import about
 from llmc.bundle import Geometry
 from llmc.bundle.model.encoder import Encoder
 from llmc.bundle.model.kinds import refuse
-from llmc.errors import BuildError, UsageError
-from llmc.export.families import FAMILIES
+from llmc.errors import BuildError, CheckpointError, UsageError
+from llmc.export.families import FAMILIES, read_config
+from llmc.export.families.missing import MISSING
+from llmc.export.keys import Keys
 from llmc.optimize.lower.onnxruntime.attention import check_head_sizes
 from llmc.optimize.recipe import Request
 from llmc.optimize.targets import TARGETS
@@ -62,6 +64,30 @@ def names(text: str) -> list[str]:
 
 def test_every_family_is_in_the_table_once(rows):
     assert sorted(name for row in rows[1:] for name in names(row[0])) == sorted(FAMILIES)
+
+
+def test_the_page_says_what_each_refused_type_would_take(page):
+    table = re.search(r"(?<=\| it would take \| types \|\n\|---\|---\|\n).*?(?=\n\n)", page, re.S)
+    assert table
+    cells = [line.strip("| ").split(" | ") for line in table[0].splitlines()]
+    assert [(name, needed) for needed, types in cells for name in names(types)] == list(MISSING.items())
+
+
+def test_types_are_those_of_transformers_or_named_as_others(page):
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    assert FAMILIES.keys().isdisjoint(MISSING)
+    known, listed = CONFIG_MAPPING_NAMES.keys(), [*FAMILIES, *MISSING]
+    assert len(listed) > 100
+    others = re.search(r"[^.]*(?= are not in transformers)", page.split("## Refused families", 1)[1])
+    assert others
+    assert {name for name in listed if name not in known} == {"llada", "Dream", *names(others[0])}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_refused_type_is_told_what_it_would_take(name):
+    with pytest.raises(CheckpointError, match=f"model_type='{name}' is unsupported; .*{re.escape(MISSING[name])}"):
+        read_config(Keys({"model_type": name}, "config.json"))
 
 
 def test_the_columns_are_the_targets_and_tell_what_has_run(rows):

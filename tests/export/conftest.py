@@ -13,7 +13,7 @@ import pytest
 from doubles import invented
 from doubles.lowerings import open_session
 from doubles.shared import shared
-from doubles.tiny import tiny, write_tokenizer
+from doubles.tiny import BASE, tiny, write_tokenizer
 
 Feeds = dict[str, np.ndarray]
 Run = Callable[[Feeds], list[np.ndarray]]
@@ -211,6 +211,37 @@ CASES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 96,
         "hidden_size_per_layer_input": 8,
         "dtype": "bfloat16",
+    },
+    "muse_glimmer-normed-embeddings": {
+        "model_type": "muse_glimmer",
+        "auto": "AutoModelForImageTextToText",
+        "text_config": {
+            **BASE,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "layer_rope_theta": [500.0, 0, 500.0],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "head_dim": 16,
+            "sliding_window": 6,
+            "qk_scale_factor": 2.0,
+            "output_multiplier": 0.5,
+            "final_logit_softcapping": 5.0,
+            "rms_norm_eps": 1e-3,
+            "post_norm_eps": 0.5,
+            "attention_bias": True,
+        },
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "patch_size": 2,
+            "pos_emb_height": 2,
+            "pos_emb_width": 2,
+        },
+        "out_hidden_size": 64,
+        "projector_hidden_size": 16,
+        "image_token_id": 95,
     },
     "ernie4_5-interleaved-rope-biases": {"model_type": "ernie4_5", "head_dim": 32, "use_bias": True},
     "granite-multipliers": {
@@ -491,11 +522,11 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-        self.model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        whole = "text_config" in json.loads((folder / "config.json").read_text())
+        auto = AutoModelForImageTextToText if whole else AutoModelForCausalLM
+        self.model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
     def __call__(self, ids: np.ndarray, start: int = 0) -> np.ndarray:
         """Logits [B, S, V] of tokens whose first position is ``start``."""

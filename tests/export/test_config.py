@@ -138,6 +138,7 @@ READ = {
     "smolvlm": {"vision_config": {"image_size": 512, "patch_size": 16}, "scale_factor": 4},
     "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
     "idefics3": {"vision_config": {"image_size": 364, "patch_size": 14}, "scale_factor": 2},
+    "mistral3": {"vision_config": {"model_type": "pixtral", "hidden_act": "silu"}},
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},
     "qwen3_vl": {"vision_config": {"out_hidden_size": 4096}},
     "qwen3_asr": {"audio_config": {"output_dim": 2048}},
@@ -352,7 +353,9 @@ def test_a_part_of_each_head_may_be_rotated():
 
 WRONG_TYPES = ["sliding_attention"] * 24
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
-    (LLAMA2_7B, {"model_type": "bloom"}, ["model_type='bloom'", f"expected one of {', '.join(FAMILIES)}"]),
+    (LLAMA2_7B, {"model_type": "bloom"}, ["model_type='bloom'", "this one would take ALiBi"]),
+    (LLAMA2_7B, {"model_type": "lama"}, ["model_type='lama'", "similar names are llama"]),
+    (LLAMA2_7B, {"model_type": "own"}, ["model_type='own'", f"expected one of {', '.join(FAMILIES)}"]),
     (LLAMA2_7B, {"hidden_act": "xielu"}, ["hidden_act='xielu'", "expected one of silu, gelu"]),
     (LLAMA2_7B, {"attention_multiplier": 0.5}, ["attention_multiplier=0.5", "not known to llmc"]),
     (LLAMA2_7B, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5", "expected 1"]),

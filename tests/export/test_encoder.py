@@ -15,6 +15,7 @@ from llmc.export.config import DecoderConfig
 from llmc.export.parts.attention import find_range
 from llmc.export.sources.checkpoint import read_checkpoint
 from llmc.export.sources.made import MadeTensor, array_type
+from llmc.export.sources.modules import IDENTITY
 
 # Float32 adds in another order; vectors have length one.
 TOLERANCE = 1e-4
@@ -128,6 +129,8 @@ def test_a_graph_ranks_ragged_rows_as_sentence_transformers_does(name, tmp_path,
     import tokenizers
 
     checkpoint = encoders.write_classifier(tmp_path / "checkpoint", **RERANKERS[name])
+    if name == "roberta":  # logits, as versions before 4 said it
+        encoders.change_json(checkpoint / "config.json", sbert_ce_default_activation_function=IDENTITY)
     tokenizer = tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     pairs = [tokenizer.encode(QUERY, document) for document in DOCUMENTS]
     feeds = padded([pair.ids for pair in pairs])
@@ -246,4 +249,19 @@ def test_what_cannot_be_computed_is_refused(spoil, message, exported, tmp_path):
     folder = encoders.copy(checkpoint, tmp_path / "spoilt")
     spoil(folder)
     with pytest.raises(CheckpointError, match=message):
+        read_checkpoint(folder)
+
+
+@pytest.mark.threat("encoder-modules")
+@pytest.mark.parametrize("name", ["position", "token_type"])
+@pytest.mark.parametrize("rows", [0, 1, None])
+def test_tables_of_another_size_are_refused(name, rows, exported, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    checkpoint, _ = exported("bert")
+    folder = encoders.copy(checkpoint, tmp_path / "spoilt")
+    tensors, table = load_file(folder / "model.safetensors"), f"embeddings.{name}_embeddings.weight"
+    tensors[table] = tensors[table][:rows] if rows is not None else tensors[table][0]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model.embed_\w+.weight has shape .* but config.json asks for"):
         read_checkpoint(folder)
