@@ -34,9 +34,10 @@ from llmc.export.parts.norm import PRE, NormConfig, Placement
 from llmc.export.parts.recurrent import RecurrentConfig
 from llmc.export.parts.rope import Rope
 from llmc.export.parts.site import Part, Shapes, Site, place, shapes_of_linears
+from llmc.export.vision.axial import AxialTowerConfig
 from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
 
-TowerShape = TowerConfig | PatchTowerConfig | AudioTowerConfig
+TowerShape = TowerConfig | PatchTowerConfig | AxialTowerConfig | AudioTowerConfig
 MIXERS = "self_attn", "recurrent"
 FINAL_NORM, PER_LAYER_NORM = "model.norm", "model.per_layer_projection_norm"
 
@@ -101,6 +102,7 @@ class DecoderConfig:
     head: HeadConfig | None = None
     per_layer: int = 0  # this and the next as in :class:`llmc.bundle.model.geometry.Geometry`
     layer_scalars: bool = False
+    per_layer_filler: int = 0  # token whose row of the table of layers' own inputs is read where a row of an image is
     tower: TowerShape | None = None  # makes ``vision`` or ``audio``
     vision: Vision | None = None
     audio: Audio | None = None

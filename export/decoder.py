@@ -21,7 +21,7 @@ from llmc.export.blocks.scale import Scale, Softcap
 from llmc.export.config import DecoderConfig
 from llmc.export.heads.blocks import BestClusters, HeadInput, TokenRows, add_ends
 from llmc.export.heads.shapes import EMBEDDING_NORM
-from llmc.export.vision.rows import DeepRows, EmbeddingRows, RowsAhead
+from llmc.export.vision.rows import DeepRows, EmbeddingRows, RowsAhead, TokensOfTable
 
 
 class TakePositions(nn.Module):
@@ -175,7 +175,7 @@ class Decoder(nn.Module):
         )
         self.logit_rows, self.shared_rows, self.shared_inputs = TakePositions(), TakePositions(), TakePositions()
         self.logit_positions, self.embedding_rows, self.rows_ahead = Positions(), EmbeddingRows(), RowsAhead()
-        self.tokens_ahead = TokensAhead()
+        self.tokens_ahead, self.per_layer_ids = TokensAhead(), TokensOfTable(config.per_layer_filler)
         ends = () if config.head else range(config.hidden_size, config.geometry.row_width, config.hidden_size)
         self.deep_rows = nn.ModuleList(DeepRows(start, start + config.hidden_size) for start in ends)
         self.logit_softcap = Softcap(config.logit_softcap)
@@ -225,7 +225,8 @@ class Decoder(nn.Module):
         if seen_lengths is not None:
             ahead = self.tokens_ahead(input_ids, past_lengths, seen_lengths)
         shown = ops.Shown(None if positions is None else (positions, self.config.pair_axes), ahead)
-        x, inputs = borders[0], self.embed_per_layer(input_ids, borders[0])
+        own_ids = input_ids if rows is None or not self.config.per_layer else self.per_layer_ids(input_ids, rows[0])
+        x, inputs = borders[0], self.embed_per_layer(own_ids, borders[0])
         call = Call(past_lengths, ropes, new_lengths, shown)
         others = self.config.head.lent if self.config.head else ()
         lent = {cache.name: past for cache, past in zip(others, pasts, strict=False)}

@@ -65,6 +65,7 @@ RANGES: dict[str, tuple[float, float]] = {
         # Far beyond any decoder; products of two of them fit into 31 bits, which engines count with.
         (1, 1 << 20, "hidden_size backbone_hidden_size out_hidden_size moe_latent_size mamba_d_ssm d_model output_dim"),
         (1, 1 << 20, "block_multiple_of num_centroids centroid_intermediate_top_k in_features out_features"),
+        (1, 1 << 20, "mm_embed_dim output_proj_dims"),
         (
             1,
             1 << 24,
@@ -119,8 +120,10 @@ RANGES: dict[str, tuple[float, float]] = {
         # Vision towers, and how images are made ready for them: pixels, places in a prompt, numbers of pixels' values.
         (1, 4096, "image_size patch_size encoder_patch_size tile_size height width longest_edge"),
         (1, 64, "scale_factor spatial_merge_size downsample_factor"),
-        (1, 16, "temporal_patch_size"),
-        (1, 1 << 16, "window_size min_image_tokens max_image_tokens"),
+        (1, 16, "temporal_patch_size pooling_kernel_size"),
+        (1, 1 << 16, "position_embedding_size mm_posemb_size"),
+        (1, 1 << 16, "window_size min_image_tokens max_image_tokens max_soft_tokens num_soft_tokens"),
+        (1, 1 << 16, "vision_soft_tokens_per_image default_output_length"),
         (1, 1 << 22, "num_position_embeddings"),
         (1, (1 << 26) - 1, "min_pixels max_pixels"),
         (1, 1 << 24, "image_seq_len image_seq_length mm_tokens_per_image"),

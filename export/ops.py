@@ -173,15 +173,17 @@ _TURNED_BY_AXES = (
     )
 )
 
-# The same where some tokens also see the ``ahead`` (B, S) positions behind their own. Nodes of this form have the
-# attribute ``both_ways``, which does nothing.
+# The same where some tokens also see the ``ahead`` (B, S) positions behind their own, if ``both_ways`` is 1; in layers
+# where it is 0, none does.
 _BOTH_WAYS_ATTENTION = (
     _CACHED_ATTENTION.replace("past_lengths, inv_freq)", "past_lengths, ahead, inv_freq)")
     .replace("growth, period>", "growth, period, both_ways>")
     .replace(
         "causal = LessOrEqual (slot_row, position_column)",
         """
-    last = Add (positions, ahead)
+    looks = Constant <value_int: int = @both_ways> ()
+    ahead_here = Mul (ahead, looks)
+    last = Add (positions, ahead_here)
     last_column = Unsqueeze (last, axes_1_3)
     causal = LessOrEqual (slot_row, last_column)
     """,
@@ -305,10 +307,11 @@ Places = tuple[Tensor, tuple[int, ...]]
 
 class Shown(NamedTuple):
     """Changes of attention by images: the places by which heads turn, and how many positions after its own each token
-    sees (B, S). None goes with the other or with sinks."""
+    sees (B, S) in layers that look ahead. None goes with the other or with sinks."""
 
     places: Places | None = None
     ahead: Tensor | None = None
+    looks: bool = True
 
 
 PLAIN = Shown()
@@ -385,7 +388,7 @@ def cached_attention(
     Returns attention (B, S, H*D) and the updated keys and values (B, KV, C, D). While torch exports, it emits one
     ``llmc::CachedAttention`` node instead of computing.
     """
-    (past_k, past_v), (places, ahead) = past, shown
+    (past_k, past_v), (places, ahead, looks) = past, shown
     more = [each for each in (sinks, places and places[0], ahead) if each is not None]
     assert len(more) <= 1 and (sinks is None or not knobs.softcap)
     if not torch.compiler.is_exporting():
@@ -393,10 +396,10 @@ def cached_attention(
         turned = positions if places is None else places[0][list(places[1])].permute(1, 2, 0)  # (B, S, R/2)
         queries, new_keys, new_values = _rotate_projections(q, k, v, turned, inv_freq, knobs)
         keys, values = _scatter(past_k, new_keys, positions), _scatter(past_v, new_values, positions)  # (B, KV, C, D)
-        mask = _mask(past_k.shape[2], positions, knobs, 0 if ahead is None else ahead)
+        mask = _mask(past_k.shape[2], positions, knobs, 0 if ahead is None or not looks else ahead)
         return _attend(queries, keys, values, mask, knobs, sinks), keys, values
     attributes = _attributes(inv_freq, knobs) | ({"axes": list(places[1])} if places else {})
-    attributes |= {"both_ways": 1} if ahead is not None else {}
+    attributes |= {"both_ways": int(looks)} if ahead is not None else {}
     inputs = [q, k, v, past_k, past_v, past_lengths, *more, inv_freq]
     attn, present_k, present_v = emit_node(CACHED_ATTENTION, inputs, attributes, q, past_k, past_v)
     return attn, present_k, present_v
@@ -467,15 +470,18 @@ def rotated_heads(x: Tensor, past_lengths: Tensor, inv_freq: Tensor, knobs: Knob
     return _rotate(_heads(x, head_dim), positions, inv_freq, knobs).transpose(1, 2).flatten(2)
 
 
-def patch_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None) -> Tensor:
-    """Attend from every patch of a tile to all (T, P, H*D), or where ``mask`` (T, 1, P, P) is true; while torch
-    exports, it emits one standard node."""
+def patch_attention(
+    q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """Attend from every patch of a tile to all (T, P, H*D), or where ``mask`` (T, 1, P, P) is true; ``scale`` of the
+    products is by default head_dim ** -0.5. While torch exports, it emits one standard node."""
+    scale = (q.shape[-1] // heads) ** -0.5 if scale is None else scale
     if torch.compiler.is_exporting():
-        attributes = {"q_num_heads": heads, "kv_num_heads": heads, "scale": (q.shape[-1] // heads) ** -0.5}
+        attributes = {"q_num_heads": heads, "kv_num_heads": heads, "scale": scale}
         inputs = [q, k, v] if mask is None else [q, k, v, mask]
         return torch.onnx.ops.symbolic("Attention", inputs, attributes, dtype=q.dtype, shape=q.shape)
     queries, keys, values = (_heads(x, x.shape[-1] // heads) for x in (q, k, v))
-    return scaled_dot_product_attention(queries, keys, values, mask).transpose(1, 2).flatten(2)
+    return scaled_dot_product_attention(queries, keys, values, mask, scale=scale).transpose(1, 2).flatten(2)
 
 
 def turn_patches(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:

@@ -16,6 +16,7 @@ from llmc.export.blocks.rope import inverse_frequencies
 from llmc.export.config import DecoderConfig, TowerShape
 from llmc.export.graph import check_nodes, check_onnx, finish_graph, name_dimensions, trace
 from llmc.export.sources.safetensors import StoredTensor
+from llmc.export.vision.axial import AxialTowerConfig
 from llmc.export.vision.llama import LlamaTowerConfig
 from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
 from llmc.export.vision.tower import Root
@@ -47,7 +48,7 @@ def _build(config: TowerShape, tensors: Mapping[str, StoredTensor], base: Path) 
     shapes = tuple({axis: dim for axis, (_, dim) in free.items()} for _, free in samples.values())
     inputs = tuple(tensor for tensor, _ in samples.values())
     model = trace(lambda: _make_module(config), tensors, inputs, (shapes,), decompose=True)
-    if isinstance(config, PatchTowerConfig):
+    if isinstance(config, PatchTowerConfig | AxialTowerConfig) and config.layers:
         name = f"{TOWER}.rotary_emb.inv_freq"
         model.graph.initializers[name].const_value = ir.tensor(inverse_frequencies(config.rope), name=name)
     if isinstance(config, AudioTowerConfig):
@@ -83,9 +84,9 @@ def _sample_inputs(config: TowerShape) -> _Samples:
     patches, count = ("patches", square * dim("rows")), square * _ROWS
     integers = torch.zeros(count, 2, dtype=torch.int64)
     samples: _Samples = {"pixel_values": (torch.zeros(count, config.linears[0].inputs), {0: patches})}
-    if isinstance(config, PatchTowerConfig):
+    if not isinstance(config, TowerConfig):
         samples["positions"] = integers, {0: patches}
-    if isinstance(config, TowerConfig) or config.places:
+    if isinstance(config, TowerConfig) or (isinstance(config, PatchTowerConfig) and config.places):
         free = {0: ("corners", dim("corners")), 1: patches}
         samples["corners"] = integers.new_zeros(_CORNERS, count), free
         samples["corner_weights"] = torch.zeros(_CORNERS, count), free

@@ -5,7 +5,7 @@ from math import isqrt
 from typing import Annotated, ClassVar, Literal
 
 from llmc.bundle.model.linear import Linear
-from llmc.bundle.model.ranges import Count, Positions
+from llmc.bundle.model.ranges import Positions
 
 # Module path of the tower: ``vision.patch_embedding``, ``vision.layers.0...``.
 TOWER = "vision"
@@ -71,6 +71,8 @@ class Patching:
     tolerance: float = 1.0  # an image that is not cut has at most so many times ``most_pixels``
     kernel: Annotated[int, range(1 << 6)] = 0  # patches per side that convolutions of the tower see, 0 without one
     longest_edge: Annotated[int, range(1 << 13)] = 0  # pixels; then only larger images are made smaller (Pixtral), or 0
+    # Small images grow to ``most_pixels`` too; patches lie as SigLIP 2's, and their rows and columns are fed (Gemma 4).
+    filled: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,12 @@ class Vision:
     token_id: Annotated[int, range(1 << 24)]  # of the token whose embedding a row replaces
     tiling: Tiling | None  # how images become tiles; either this or ``patching``
     markers: Markers
-    layers: Count  # of the tower
+    layers: Annotated[int, range(1 << 12)]  # of the tower; 0 if rows are made of pixels by linears alone
     linears: tuple[Linear, ...]  # in the order of computation
     patching: Patching | None = None  # how images become patches of any grid
     axes: Annotated[int, range(0, 4, 3)] = 0  # of the decoder's positions: 3 if images have rows and columns, else 0
     deep: Annotated[int, range(1 << 8)] = 0  # first layers of the decoder that add a further part of each row
-    both_ways: bool = False  # in the decoder the rows of an image see one another, later ones too
+    both_ways: bool = False  # in layers of the decoder the rows of an image see one another, later ones too
     norms: Annotated[int, range(1 << 16)] = 0  # of the tower
 
     @property
@@ -128,7 +130,7 @@ class Vision:
     @property
     def least_chunk(self) -> int:
         """Tokens that a call must have room for: if rows see later rows an image and a token on either side, else 1."""
-        return self.tokens + 2 if self.both_ways else 1
+        return self.most_tokens + 2 if self.both_ways else 1
 
     @property
     def most_tiles(self) -> int:

@@ -71,7 +71,8 @@ class Attention(PartModule):
             attn = ops.self_attention(q, k, v, lengths, inv_freq, self.knobs, causal=config.causal, bias=call.bias)
             return self.o_proj(attn), ()
         sinks = as_float(self.sinks) if config.sinks else None
-        attn, keys, values = ops.cached_attention(q, k, v, cache, lengths, inv_freq, self.knobs, sinks, call.shown)
+        shown = call.shown._replace(looks=config.sees_rows_ahead)
+        attn, keys, values = ops.cached_attention(q, k, v, cache, lengths, inv_freq, self.knobs, sinks, shown)
         gate = self.g_proj(x) if config.gate in ("value", "head") else gate
         return self.o_proj(attn if gate is None else self._gate(attn, torch.sigmoid(gate))), (keys, values)
 

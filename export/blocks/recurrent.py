@@ -1,5 +1,7 @@
 """Mixers with states: a causal convolution, and a recurrence behind it."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -34,15 +36,16 @@ class Recurrent(PartModule):
 
     * ``conv``: C * conv(B * x), with B, C and x made by one projection (LFM2).
     * ``delta``: queries, keys of length one and values go through the convolution and SiLU; the state decays by
-      exp(-exp(A_log) * softplus(decay + dt_bias)) and is corrected by beta = sigmoid(beta) (Qwen3.5).
+      exp(-exp(A_log) * softplus(decay + dt_bias)) and is corrected by beta = sigmoid(beta) (Qwen3.5), or twice that
+      (OLMo-Hybrid).
     * ``mamba2``: values, keys and queries likewise; steps dt = softplus(decay + dt_bias) scale values, and the state
       decays by exp(-exp(A_log) * dt); D times the values is added (Granite 4). Of several groups, each is normalised by
       itself.
     """
 
     def __init__(self, config: RecurrentConfig, site: Site, norm: NormConfig) -> None:
-        super().__init__(config, site, norm)
-        self.config = config
+        super().__init__(config, site, replace(norm, eps=config.norm_eps or norm.eps))
+        self.config, self.beta_scale = config, Scale(config.beta_scale)
         self.gate_scale, self.step_scale = Scale(config.scales[0]), Scale(config.scales[4])
         self.conv = CausalConv(config.channels, config.taps, bias=config.bias)
         self.conv_act, self.gate_act = SiLU(), SiLU()
@@ -58,12 +61,16 @@ class Recurrent(PartModule):
 
     def _recur(self, x: Tensor, past: Tensors, new_lengths: Tensor) -> tuple[Tensor, Tensors]:
         config, keys = self.config, self.config.key_heads * self.config.key_dim
-        mixed, conv_state = self.conv(self.in_proj(x), past[0], new_lengths)
+        if config.apart:
+            read = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), -1)
+        else:
+            read = self.in_proj(x)
+        mixed, conv_state = self.conv(read, past[0], new_lengths)
         parts, gate = self.conv_act(mixed), self.gate_act(self.gate_scale(self.gate_proj(x)))
         delta = config.rule == "delta"
         if delta:
             q, k, v = cut(parts, keys, keys)
-            beta = torch.sigmoid(self.beta_proj(x))
+            beta = self.beta_scale(torch.sigmoid(self.beta_proj(x)))
         else:
             v, k, q = cut(parts, config.inner, keys)
         steps = ops.softplus(self.step_scale(self.decay_proj(x)) + as_float(self.dt_bias))

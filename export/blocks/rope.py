@@ -58,7 +58,7 @@ def inverse_frequencies(rope: Rope, *, long: bool = False) -> npt.NDArray[np.flo
         frequencies = _llama3(frequencies, rope)
     if rope.type == "yarn":
         frequencies = _yarn(frequencies, rope)
-    return np.asarray(frequencies, np.float32)
+    return np.append(np.asarray(frequencies, np.float32), np.zeros(rope.still // 2, np.float32))
 
 
 def _llama3(frequencies: npt.NDArray[np.float32], rope: Rope) -> npt.NDArray[np.float32]:

@@ -16,9 +16,9 @@ _NAMED = """
     apertus bert cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 exaone4 falcon_h1 gemma gemma2 gemma3 gemma3_text
     gemma4 gemma4_text glm4 glm4_moe_lite gpt2 gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa
     granitemoehybrid hunyuan_v1_dense lfm2 lfm2_moe lfm2_vl lfm3 lfm3_vl llada llama ministral3 mistral mistral3
-    mistral4 mixtral modernbert mpnet muse_glimmer nemotron_h nomic_bert olmo2 olmo3 olmoe phi phi3 qwen2 qwen2_5_vl
-    qwen3 qwen3_5 qwen3_5_moe_text qwen3_5_text qwen3_asr qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe_text roberta
-    seed_oss smollm3 smolvlm stablelm starcoder2 youtu
+    mistral4 mixtral modernbert mpnet muse_glimmer nemotron_h nomic_bert olmo2 olmo3 olmo_hybrid olmoe phi phi3 qwen2
+    qwen2_5_vl qwen3 qwen3_5 qwen3_5_moe_text qwen3_5_text qwen3_asr qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe_text
+    roberta seed_oss smollm3 smolvlm stablelm starcoder2 youtu
 """
 # The function that reads each family, imported on use.
 FAMILIES = {name: f"llmc.export.families.{name}:read" for name in _NAMED.split()} | {

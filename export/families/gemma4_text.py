@@ -36,7 +36,7 @@ RENAMED = (
 def read(keys: Keys, default_per_layer: int = 256) -> DecoderConfig:
     """The last ``num_kv_shared_layers`` read the cache of the last layer before them with the same kind of window."""
     require_both_ropes(keys)
-    if keys.raw("use_bidirectional_attention") not in (None, "vision"):  # over images, which are left out
+    if keys.raw("use_bidirectional_attention") not in (None, "vision"):  # over images, which the outer config reads
         raise keys.error("use_bidirectional_attention", keys.raw("use_bidirectional_attention"), "null or 'vision'")
     keys.skip(*OWN, "per_layer_config")
     windows = windows_by_pattern(keys, default=6)
@@ -53,16 +53,25 @@ def read(keys: Keys, default_per_layer: int = 256) -> DecoderConfig:
             head_dim=it.head_dim if it.window else head_dim,
             kv_heads=kv_heads if alike and kv_heads and not it.window else it.kv_heads,
             keys_are_values=alike and not it.window,
+            sees_rows_ahead=it.window > 0,
         )
     )
     per_layer = keys.integer("hidden_size_per_layer_input", default_per_layer)
     rows = keys.integer("vocab_size_per_layer_input", config.vocab_size)
     if per_layer and rows != config.vocab_size:
         raise keys.error("vocab_size_per_layer_input", rows, f"vocab_size={config.vocab_size}")
+    filler = keys.integer("pad_token_id", 0) if per_layer else 0
+    if filler >= rows:
+        raise keys.error("pad_token_id", filler, f"less than vocab_size={rows}")
+    config = _add_experts(keys, config)
+    # Some checkpoints store keys and values that these layers do not have.
+    shared = [index for index, it in enumerate(config.layers) if it.attention and it.attention.source is not None]
     return replace(
-        _add_experts(keys, config),
+        config,
         ropes=(replace(config.ropes[0], dim=head_dim), *config.ropes[1:]),
         per_layer=per_layer,
+        per_layer_filler=filler,
+        left_out=tuple(f"layers.{i}.self_attn.{name}" for i in shared for name in ("k_proj", "v_proj", "k_norm")),
         layer_scalars=True,
     )
 

@@ -17,7 +17,11 @@ def read(keys: Keys) -> DecoderConfig:
     keys.rename({"head_dim": "qk_head_dim", "qk_rope_head_dim": "head_dim"})
     rope, turned = keys.inside("rope_parameters"), keys.integer("head_dim")
     rope.fixed("partial_rotary_factor", turned / (turned + keys.integer("qk_nope_head_dim")))
-    return grow_queries(keys, read_mixture(keys, _read_experts, (*OWN, "partial_rotary_factor")))
+    keys.fixed("rope_interleave", True)
+    config = grow_queries(keys, read_mixture(keys, _read_experts, (*OWN, "partial_rotary_factor")))
+    if (magnitude := config.ropes[0].magnitude) != 1:
+        raise rope.error("mscale", rope.raw("mscale"), f"mscale_all_dim: heads are rotated in part, by {magnitude:g}")
+    return replace(config, ropes=(replace(config.ropes[0], still=keys.integer("qk_nope_head_dim")),))
 
 
 def _read_experts(keys: Keys, inner: int) -> ExpertsConfig:

@@ -49,6 +49,7 @@ class AttentionConfig(Attention, Part):
     keys_are_values: bool = False  # values are what ``k_proj`` makes, before its norm and rotation
     source: int | None = None  # layer with the same heads whose keys and values are read; None: its own
     behind: bool = False  # that layer is another model's and has not seen the token: only earlier positions are seen
+    sees_rows_ahead: bool = True  # a row of an image sees later rows of it, in models where rows do
     value_dim: int = 0  # width of a head's values if keys and values are expanded from a latent vector
     query_latent: int = 0  # width of the vector that queries are expanded from, 0 if they come from the stream
 
@@ -78,7 +79,7 @@ class AttentionConfig(Attention, Part):
             rows = ((2 if self.gate == "beside_queries" else 1) * queries, keys, keys)
             linears = [site.read(f"{part}_proj", n, self.qkv_bias) for part, n in zip(self.parts, rows, strict=False)]
         if self.latent:
-            rotated, queries = self._count_rotated(site), self.heads * self.value_dim
+            rotated, queries = site.ropes[self.rope or 0].dim, self.heads * self.value_dim
             expanded = queries + self.heads * (self.head_dim - rotated)
             linears.append(site.read("kv_a_proj", self.latent + rotated))
             linears.append(site.expand("kv_b_proj", expanded, self.latent, "kv_a_norm"))
@@ -98,9 +99,6 @@ class AttentionConfig(Attention, Part):
         latents = ("q_a_norm", self.query_latent), ("kv_a_norm", self.latent)
         return norms + [(name, width) for name, width in latents if width]
 
-    def _count_rotated(self, site: Site) -> int:
-        return 0 if self.rope is None else site.ropes[self.rope].dim
-
     def list_shapes(self, hidden: int) -> Shapes:
         scales = zip("qk", self.widths, strict=True) if self.qk_scales else ()
         sinks: Shapes = {"sinks": (self.heads,)} if self.sinks else {}
@@ -118,7 +116,7 @@ class AttentionConfig(Attention, Part):
             self,
             name=site.path,
             layer=site.layer,
-            rotary_dim=self._count_rotated(site),
+            rotary_dim=0 if self.rope is None else site.ropes[self.rope].dim + site.ropes[self.rope].still,
             cache=str(writer) if site.cached else "",
             turned_before=self.rotates_first,
             writes=self.source is None,

@@ -17,6 +17,9 @@ class RecurrentConfig(Recurrent, Part):
     normed: bool = True  # the recurrence's output is normalised
     scales: tuple[float, ...] = (1.0,) * 5  # factors of the gate, values, keys, queries and steps of ``mamba2``
     least_step: float = 0.0  # lower bound of the steps of ``mamba2``
+    apart: bool = False  # queries, keys and values of the delta rule have a linear each
+    beta_scale: float = 1.0  # factor of the sigmoid by which the delta rule corrects
+    norm_eps: float = 0.0  # epsilon of the norm, 0 for the decoder's
 
     @property
     def inner(self) -> int:
@@ -43,8 +46,9 @@ class RecurrentConfig(Recurrent, Part):
         if self.rule == "conv":
             return [site.read("in_proj", 3 * self.channels, self.bias), site.write("out_proj", self.inner, self.bias)]
         scalars = ("beta_proj", "decay_proj") if self.rule == "delta" else ("decay_proj",)
+        parts = dict(zip("qkv", self.sections, strict=True)) if self.apart else {"in": self.channels}
         return [
-            site.read("in_proj", self.channels),
+            *(site.read(f"{part}_proj", rows) for part, rows in parts.items()),
             site.read("gate_proj", self.inner),
             *(site.read(name, self.value_heads, exact=True) for name in scalars),
             site.write("out_proj", self.inner),

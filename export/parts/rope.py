@@ -24,4 +24,5 @@ class Rope:
     long_factors: tuple[float, ...] = ()  # with these only up to ``original_max_positions`` tokens
     share: float = 1.0  # fraction of the pairs that turn, the first ones (proportional)
     magnitude: float = 1.0  # factor of the rotated vectors' length
+    still: int = 0  # values of a head behind the ``dim`` turned ones that turn by zero, so that their queries grow too
     interleaved: bool = False  # a pair is two neighbours, not one value of each half

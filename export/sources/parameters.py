@@ -55,11 +55,12 @@ def decoder_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Te
         parameters[name] = make_view(folder, tensors[name], plus_one, tensors[name].shape, "F32")
     for item in config.geometry.recurrents:
         parameters |= _convert_recurrent(folder, config, item, tensors)
+        _join_convolutions(folder, item, shapes, parameters)
     for attention in config.geometry.attentions:
         _convert_head_norms(folder, attention, shapes, parameters)
     parameters |= _widen_scalars(tensors, shapes)
     for name in _list_norms_of_ones(config, shapes):
-        parameters[name] = MadeTensor("F32", shapes[name], partial(_filled, 1.0, shapes[name]))
+        parameters[name] = MadeTensor("F32", shapes[name], partial(filled, 1.0, shapes[name]))
     plain = {name for name, tensor in tensors.items() if not isinstance(tensor, QuantizedTensor)}
     transposed = {f"{linear.name}.weight" for linear in config.geometry.linears[:-1]} if config.transposed else set()
     for name in transposed & plain:
@@ -102,7 +103,7 @@ def _widen_scalars(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> T
     return {name: replace(it, shape=(1,)) for name, it in scalars.items() if shapes.get(name) == (1,)}
 
 
-def _filled(value: float, shape: tuple[int, ...]) -> Iterator[Array]:
+def filled(value: float, shape: tuple[int, ...]) -> Iterator[Array]:
     yield np.full(shape, value, np.float32)
 
 
@@ -127,8 +128,22 @@ def _convert_head_norms(
         parameters[scale] = MadeTensor("F32", shapes[scale], partial(_read_flat, folder, stored))
         if f"{norm}.bias" in shapes:
             parameters[f"{norm}.bias"] = MadeTensor(
-                "F32", shapes[f"{norm}.bias"], partial(_filled, 0.0, (item.head_dim,))
+                "F32", shapes[f"{norm}.bias"], partial(filled, 0.0, (item.head_dim,))
             )
+
+
+def _join_convolutions(
+    folder: Path, item: Recurrent, shapes: Mapping[str, tuple[int, ...]], parameters: Tensors
+) -> None:
+    """One convolution of the three for queries, keys and values, where they are stored apart."""
+    names = [f"{item.name}.{part}_conv.weight" for part in "qkv"]
+    if any(name not in parameters for name in names):
+        return
+    name, stored = f"{item.name}.conv.weight", [parameters.pop(name) for name in names]
+    found = (sum(tensor.shape[0] for tensor in stored), *stored[0].shape[1:])
+    if found != shapes[name] or any(tensor.shape[1:] != found[1:] for tensor in stored):
+        raise CheckpointError(f"{folder}: {explain_shape(name, found, shapes[name])}")
+    parameters[name] = MadeTensor("F32", shapes[name], partial(_read_flat, folder, stored))
 
 
 def _read_flat(folder: Path, tensors: Sequence[Weight]) -> Iterator[Array]:

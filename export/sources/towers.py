@@ -3,10 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmc import bundle
 from llmc.bundle.model.vision import TOWER
@@ -16,9 +18,11 @@ from llmc.export.audio.shapes import AudioTowerConfig
 from llmc.export.config import DecoderConfig
 from llmc.export.keys import read_object, require_object
 from llmc.export.sources.adapters import Adapter, merge_adapters
-from llmc.export.sources.parameters import Tensors, make_view, plus_one, rename_tensors
+from llmc.export.sources.made import MadeTensor
+from llmc.export.sources.parameters import Tensors, filled, make_view, plus_one, rename_tensors
 from llmc.export.sources.safetensors import StoredTensor
 from llmc.export.sources.tokens import read_tokens
+from llmc.export.vision.axial import BOUNDS, AxialTowerConfig
 from llmc.export.vision.processor import IMAGES_FILE, PROCESSOR_FILE, read_vision
 from llmc.export.vision.shapes import TowerConfig
 
@@ -77,4 +81,35 @@ def _tower_tensors(folder: Path, config: DecoderConfig, renamed: Tensors) -> Ten
             if name in tensors:
                 dtype = "F32" if view is plus_one else ""
                 tensors[name] = make_view(folder, tensors[name], view, tensors[name].shape[::-1], dtype)
+    if isinstance(config.tower, AxialTowerConfig):
+        tensors |= _convert_axial(folder, config.tower, tensors)
     return tensors
+
+
+def _convert_axial(folder: Path, tower: AxialTowerConfig, tensors: Tensors) -> Tensors:
+    """A table of positions for rows and for columns becomes one table, and norms without weights get ones. The
+    checkpoint turns the halves of a head as two smaller heads, the first by the column."""
+    converted = Tensors()
+    table = tensors.get(name := f"{TOWER}.position_embedding.weight")
+    if isinstance(table, StoredTensor) and len(table.shape) == 3:
+        converted[name] = replace(table, shape=(math.prod(table.shape[:2]), table.shape[2]))
+    for name, tensor in tensors.items():
+        if name.endswith(BOUNDS) and isinstance(tensor, StoredTensor):
+            converted[name] = replace(tensor, shape=(1,))
+    for layer in range(tower.layers):
+        at = f"{TOWER}.layers.{layer}.self_attn"
+        for name, heads in (
+            (f"{at}.{part}_{kind}", n) for part in "qk" for kind, n in (("proj", tower.heads), ("norm", 1))
+        ):
+            if (turned := tensors.get(f"{name}.weight")) is not None:
+                view = partial(_interleave_halves, heads)
+                converted[f"{name}.weight"] = make_view(folder, turned, view, turned.shape)
+    ones = {f"{name}.weight": (size,) for name, size in tower.made_norms.items()}
+    return converted | {name: MadeTensor("F32", shape, partial(filled, 1.0, shape)) for name, shape in ones.items()}
+
+
+def _interleave_halves(heads: int, weight: NDArray[Any]) -> NDArray[Any]:
+    """Fourths of each head in the order 2, 0, 3, 1: of both of its halves the first parts, then the second parts."""
+    fourths = weight.reshape(heads, 4, -1, *weight.shape[1:])
+    turned: NDArray[Any] = fourths[:, [2, 0, 3, 1]].reshape(weight.shape)
+    return turned

@@ -6,6 +6,7 @@ from typing import Any
 from llmc.bundle.model.vision import MOST_TILES, Channels, Filter, Markers, Patching, Tiling, Vision
 from llmc.errors import CheckpointError
 from llmc.export.keys import Keys
+from llmc.export.vision.axial import AxialTowerConfig
 from llmc.export.vision.llama import LlamaTowerConfig
 from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
 
@@ -42,6 +43,11 @@ NAFLEX_MARKERS = Markers(
 LINES_KINDS = tuple(f"PixtralImageProcessor{form}" for form in FORMS)
 LINES_MARKERS = Markers(*("[IMG]", ("",), ("",), ("",), ("",), ("[IMG_END]",)), line_end=("[IMG_BREAK]",))
 UNREAD = ("crop_size", "default_to_square", "device", "disable_grouping", "max_num_patches", "return_tensors", "size")
+# Gemma 4's processors; they take budgets of so many tokens.
+FILLED_KINDS = tuple(f"Gemma4{kind}ImageProcessor{form}" for kind in ("", "Unified") for form in FORMS)
+BUDGETS = (70, 140, 280, 560, 1120)
+FILLED_UNREAD = ("audio_seq_length", "audio_ms_per_token", "feature_extractor", "image_seq_length")
+FILLED_MARKERS = Markers("<|image|>", ("",), ("",), ("",), single=("<|image>",), after=("<image|>",))
 # Gemma 3's processor.
 SOFT_KINDS = tuple(f"Gemma3ImageProcessor{form}" for form in FORMS)
 PANS = ("pan_and_scan_max_num_crops", "pan_and_scan_min_crop_size", "pan_and_scan_min_ratio_to_activate")
@@ -57,7 +63,10 @@ SOFT_MARKERS = Markers(
 
 
 def read_vision(
-    folder: Path, tower: TowerConfig | PatchTowerConfig, processor: dict[str, Any], images: dict[str, Any]
+    folder: Path,
+    tower: TowerConfig | PatchTowerConfig | AxialTowerConfig,
+    processor: dict[str, Any],
+    images: dict[str, Any],
 ) -> Vision:
     """The runtime's image settings; ``processor`` and ``images`` are the contents of the two files.
 
@@ -71,6 +80,10 @@ def read_vision(
             f"{folder}: no {IMAGES_FILE}, which describes how to prepare images for the tower; get it, or export only "
             "the text part with --text-only"
         )
+    if isinstance(tower, AxialTowerConfig):
+        outer.skip(*FILLED_UNREAD)  # of sound, and a number that nothing reads
+        outer.finish()
+        return _read_filled(inner, tower)
     if isinstance(tower, LlamaTowerConfig) and tower.lines:
         return _read_lines(outer, inner, tower)
     if isinstance(tower, PatchTowerConfig):
@@ -96,7 +109,7 @@ def read_vision(
     return vision
 
 
-def count_norms(tower: TowerConfig | PatchTowerConfig) -> int:
+def count_norms(tower: TowerConfig | PatchTowerConfig | AxialTowerConfig) -> int:
     """Number of norms of a tower: each has one vector called ``weight``, and nothing else has."""
     shapes = tower.parameter_shapes.items()
     return sum(len(shape) == 1 and name.endswith(".weight") for name, shape in shapes)
@@ -241,21 +254,58 @@ def _read_patching(keys: Keys, tower: PatchTowerConfig) -> Vision:
     )
 
 
-def _check_steps(keys: Keys, kinds: tuple[str, ...]) -> None:
+def _read_filled(keys: Keys, tower: AxialTowerConfig) -> Vision:
+    """Gemma 4's settings; defaults are transformers'. Towers take values from -1 to 1, linears alone those from 0."""
+    _check_steps(keys, FILLED_KINDS, normalized=False)
+    # Means and deviations of a step that is left out, and sizes that nothing reads.
+    keys.skip("image_mean", "image_std", "image_seq_length", "size", "default_to_square", "model_patch_size")
+    patch, pooled, square = keys.integer("patch_size", 16), keys.integer("pooling_kernel_size", 3), tower.square
+    if patch * pooled != square or (tower.layers and pooled != tower.merged):
+        raise keys.error("pooling_kernel_size", pooled, "that of the vision_config, and so patch_size")
+    tokens = keys.integer("max_soft_tokens", tower.most_tokens)
+    if tokens not in BUDGETS:
+        raise keys.error("max_soft_tokens", tokens, f"one of {', '.join(map(str, BUDGETS))}")
+    middle, reach = (0.5, 0.5) if tower.layers else (0.0, 1.0)
+    patching = Patching(
+        least_pixels=square**2,
+        most_pixels=tokens * square**2,
+        filter=_read_filter(keys, "bicubic"),
+        rescale=keys.number("rescale_factor", 1 / 255),
+        mean=(middle,) * 3,
+        std=(reach,) * 3,
+        frames=1,
+        window=0,
+        places=0,
+        filled=True,
+    )
+    keys.finish()
+    return Vision(
+        *(square, tower.patch, 1, tower.token_id, None),
+        *(FILLED_MARKERS, tower.layers, tower.linears, patching),
+        both_ways=tower.both_ways,
+        norms=count_norms(tower),
+    )
+
+
+def _check_steps(keys: Keys, kinds: tuple[str, ...], *, normalized: bool = True) -> None:
     keys.choice("image_processor_type", kinds, kinds[0])
     keys.skip("processor_class", "do_pad", "video_sampling", "data_format", "input_data_format", "return_row_col_info")
     for name in ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize"):
-        keys.fixed(name, True, ", as the tower was trained")
+        keys.fixed(name, name != "do_normalize" or normalized, ", as the tower was trained")
 
 
 def _read_values(keys: Keys, default: Filter) -> dict[str, Any]:
     """The filter for resizing, and how pixel values are scaled."""
     return {
-        "filter": FILTERS[keys.integer("resample", FILTERS.index(default))],
+        "filter": _read_filter(keys, default),
         "rescale": keys.number("rescale_factor", 1 / 255),
         "mean": _read_channels(keys, "image_mean"),
         "std": _read_channels(keys, "image_std"),
     }
+
+
+def _read_filter(keys: Keys, default: Filter) -> Filter:
+    return FILTERS[keys.integer("resample", FILTERS.index(default))]
 
 
 def _read_edge(keys: Keys, name: str) -> int:

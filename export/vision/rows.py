@@ -25,6 +25,17 @@ class DeepRows(nn.Module):
         return torch.where((indices >= 0).unsqueeze(-1), x + functional.embedding(indices, rows[:, self.part]), x)
 
 
+class TokensOfTable(nn.Module):
+    """ids (B, S), indices (B, S) of rows -> ids with ``filler`` wherever an index is not -1."""
+
+    def __init__(self, filler: int) -> None:
+        super().__init__()
+        self.filler = filler
+
+    def forward(self, ids: Tensor, indices: Tensor) -> Tensor:
+        return torch.where(indices >= 0, self.filler, ids)
+
+
 class RowsAhead(nn.Module):
     """indices (B, S) of rows, -1 for none -> of how many tokens after it, up to the end of an image, each sees."""
 

@@ -15,6 +15,8 @@ from llmc.export.blocks.rope import RotaryEmbedding, inverse_frequencies
 from llmc.export.parts.mlp import MlpConfig
 from llmc.export.parts.norm import NormConfig
 from llmc.export.parts.site import Site
+from llmc.export.vision.axial import AxialTowerConfig
+from llmc.export.vision.axial_tower import AxialTower
 from llmc.export.vision.llama import LlamaTowerConfig
 from llmc.export.vision.llama_tower import LlamaTower
 from llmc.export.vision.shapes import PatchTowerConfig, TowerConfig
@@ -260,10 +262,12 @@ class PatchTower(nn.Module):
 class Root(nn.Module):
     """Gives the tower's modules names that no decoder has."""
 
-    def __init__(self, config: TowerConfig | PatchTowerConfig) -> None:
+    def __init__(self, config: TowerConfig | PatchTowerConfig | AxialTowerConfig) -> None:
         super().__init__()
         self.vision: nn.Module
-        if isinstance(config, LlamaTowerConfig):
+        if isinstance(config, AxialTowerConfig):
+            self.vision = AxialTower(config)
+        elif isinstance(config, LlamaTowerConfig):
             self.vision = LlamaTower(config)
         elif isinstance(config, PatchTowerConfig):
             self.vision = PatchTower(config)

@@ -29,6 +29,7 @@ from llmc.ggml import LAYOUTS
 from llmc.optimize.lower.raising import find_weight
 from llmc.optimize.lower.rewrite import read_graph, sole_consumer
 from llmc.optimize.progress import Progress, make_counter, silent
+from llmc.runtime.embedder import TypedTokens
 from llmc.runtime.host import disk_cache
 from llmc.runtime.host.machine import usable_threads
 from llmc.runtime.sessions.onnxruntime.cpu import import_onnxruntime, translate_errors
@@ -71,16 +72,24 @@ class Reference:
         return [row[: len(sequence)] for row, sequence in zip(rows, sequences, strict=True)]
 
     def results(self, sequences: Sequence[Sequence[int]], progress: Progress = silent) -> list[Float]:
-        """The vector or the score of each sequence: float32 [width] each."""
+        """The vector or the score of each sequence, which may have types of tokens: float32 [width] each."""
         geometry = self.manifest.geometry
-        hidden = self._run_layers([np.array([sequence], np.int64) for sequence in sequences], progress)
+        types = [it.types if isinstance(it, TypedTokens) else [0] * len(it) for it in sequences]
+        groups = [np.array([row], np.int64) for row in sequences]
+        embedded = [self._embed(ids, np.array([row])) for ids, row in zip(groups, types, strict=True)]
+        hidden = self._run_layers(groups, progress, embedded)
         ends = [{f"hidden.{geometry.layers}": rows, **self._feed(rows)} for rows in hidden]
         (result,) = geometry.results
         return [self._run(known, result).reshape(-1) for known in ends]
 
-    def _run_layers(self, groups: Sequence[Ids], progress: Progress) -> list[Float]:
-        """Hidden states [B, S, H] of each group of tokens [B, S] after the last layer."""
-        calls, layers = [LayerCalls(self, ids) for ids in groups], self.manifest.geometry.layers
+    def _run_layers(
+        self, groups: Sequence[Ids], progress: Progress, embedded: Sequence[Float] | None = None
+    ) -> list[Float]:
+        """Hidden states [B, S, H] of each group of tokens [B, S] after the last layer; ``embedded`` as in
+        :class:`LayerCalls`."""
+        given: Sequence[Float | None] = embedded or [None] * len(groups)
+        calls = [LayerCalls(self, ids, values) for ids, values in zip(groups, given, strict=True)]
+        layers = self.manifest.geometry.layers
         done = make_counter(progress, "running the unquantized model layer by layer", layers)
         for layer in range(layers):
             for call in calls:
@@ -116,13 +125,16 @@ class Reference:
         call = {"input_ids": np.zeros_like(every), "past_lengths": np.zeros(rows, np.int64), "logit_indices": every}
         return complete_feeds(self._model.graph, call)
 
-    def _embed(self, ids: Ids) -> Float:
+    def _embed(self, ids: Ids, types: Ids | None = None) -> Float:
+        """Embeddings [B, S, H] of tokens [B, S], of the first type unless ``types`` [B, S] are given."""
         [vectors] = self.look_up(EMBEDDING, ids).values()
         vectors *= np.float32(self._factor("embedding_scale"))
         for node in self._model.graph:
-            if node.name in (POSITIONS, TYPES):
-                rows = ids.shape[1] if node.name == POSITIONS else 1  # all tokens are of the first type
-                vectors += rows_of(find_weight(node.inputs[0]), 0, rows)
+            if node.name == POSITIONS:
+                vectors += rows_of(find_weight(node.inputs[0]), 0, ids.shape[1])
+            elif node.name == TYPES:
+                [typed] = self.look_up(TYPES, np.zeros_like(ids) if types is None else types).values()
+                vectors += typed
         for node in self._model.graph:
             if node.name == EMBEDDED_NORM and node.inputs[0] is not None:
                 vectors = self._run({str(node.inputs[0].name): vectors}, str(node.outputs[0].name))

@@ -31,7 +31,7 @@ def plan_tower(geometry: Geometry, limits: Limits, decoder: QuantConfigs) -> Ite
     if (part := geometry.tower) is None:
         return
     stored, first = choose_configs(decoder), part.linears[0]
-    widest = max(linear.outputs for linear in part.linears if linear.layer is not None)
+    widest = max((linear.outputs for linear in part.linears if linear.layer is not None), default=first.inputs)
     weights = sum(linear_bytes(linear, stored.of(linear.name), copies=BLOCK_COPIES) for linear in part.linears)
     if isinstance(part, Audio):
         rows, decoding = part.most_rows, _count_decoding_bytes(part, limits.max_context)

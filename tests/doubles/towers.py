@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doubles import tiny
+from doubles import filled, tiny
 from doubles.seeing import TEMPLATE
 from doubles.shared import shared
 
@@ -289,6 +289,12 @@ FAMILIES = {
     "mistral3": Family(
         MISTRAL_CONFIG, MISTRAL_IMAGES, MISTRAL_PROCESSOR, MISTRAL_MARKERS, 1, template=MISTRAL_TEMPLATE
     ),
+    **{
+        kind: Family(
+            *(config, {}, filled.PROCESSOR, filled.MARKERS), template=TEMPLATE.replace("<image>", filled.IMAGE)
+        )
+        for kind, config in filled.CONFIGS.items()
+    },
 }
 
 
@@ -298,10 +304,12 @@ def write_seeing(folder: Path, kind: str = "smolvlm") -> Path:
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):  # states that keep what they have seen
             parameter.data.fill_(-4)
+    filled.bound(model)
     model.save_pretrained(folder)
     tiny.write_tokenizer(folder, family.tokens)
     (folder / "chat_template.jinja").write_text(family.template)
-    write_json(folder / "preprocessor_config.json", family.images)
+    if family.images:
+        write_json(folder / "preprocessor_config.json", family.images)
     if family.processor:
         write_json(folder / "processor_config.json", family.processor)
     return folder
@@ -330,7 +338,9 @@ def open_reference(checkpoint: Path) -> Any:
     import torch
     from transformers import AutoModelForImageTextToText
 
-    return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, **options)
+    return filled.see_both_ways_in_windows(model) if model.config.model_type == "gemma4_unified" else model
 
 
 def copy_checkpoint(checkpoint: Path, folder: Path) -> Path:
@@ -352,6 +362,8 @@ def read_processor(folder: Path, kind: str) -> Any:
         return QwenProcessor(folder, with_kinds=kind in QWEN)
     if kind == "mistral3":
         return PixtralProcessor(folder)
+    if kind in filled.CONFIGS:
+        return filled.FilledProcessor(folder)
     if kind == "lfm2_vl":
         from doubles.naflex import NaflexProcessor
 
@@ -371,7 +383,7 @@ def prepare(processor: Any, messages: Sequence[Any]) -> dict[str, Any]:
     made = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
     given = processor.apply_chat_template(messages, **made)
     names = {"input_ids", "attention_mask", "pixel_values", "pixel_attention_mask", "token_type_ids"}
-    names |= {"spatial_shapes", "image_grid_thw", "image_sizes", "mm_token_type_ids"}
+    names |= {"spatial_shapes", "image_grid_thw", "image_sizes", "mm_token_type_ids", "image_position_ids"}
     return {name: given[name] for name in names & given.keys()}
 
 

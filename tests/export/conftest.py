@@ -370,6 +370,18 @@ CASES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
     },
     "lfm2-short-convolutions": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "conv_bias": True},
+    "olmo_hybrid-corrections-up-to-two": {
+        "model_type": "olmo_hybrid",
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "rms_norm_eps": 1e-3,
+        "attention_bias": True,
+        "layer_types": ["linear_attention", "full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        "pad_token_id": None,
+    },
     "lfm3-windows-and-head-gates": {
         "model_type": "lfm3",
         "num_hidden_layers": 3,
@@ -460,9 +472,12 @@ ON_CPUS = [
     "lfm2",
     "lfm3",
     "nemotron_h",
+    "olmo_hybrid",
     "qwen3_5_text",
     "youtu",
 ]
+# Whose chunks round otherwise than single steps, in transformers.
+STEPWISE = ("olmo_hybrid", "qwen3_5_text", "qwen3_next")
 DENSE = tuple(
     name
     for name, case in CASES.items()
@@ -533,7 +548,7 @@ class Reference:
         import torch
 
         positions = torch.arange(start, start + ids.shape[1])[None]
-        stepwise = self.model.config.model_type in ("qwen3_5_text", "qwen3_next")  # whose chunks round otherwise
+        stepwise = self.model.config.model_type in STEPWISE
         step = 1 if stepwise else ids.shape[1]
         past, logits = None, []
         with torch.no_grad():

@@ -172,6 +172,15 @@ def test_groups_and_heads_are_normed_by_weights_of_their_own(random_checkpoint, 
     assert difference(logits, transformers_model(checkpoint)(ids)) <= LOGIT_TOLERANCE
 
 
+def test_positions_are_not_encoded_without_a_base(random_checkpoint, transformers_model):
+    rope = {"rope_type": "default", "rope_theta": None}
+    folder = random_checkpoint.__wrapped__("olmo_hybrid-corrections-up-to-two", rope_parameters=rope)  # a dict
+    found, ids = read_checkpoint(folder), random_ids()
+    assert not found.config.ropes
+    logits = logits_in_pieces(eager_run(folder), found.geometry, ids, [7, 13])
+    assert difference(logits, transformers_model(folder)(ids)) <= LOGIT_TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("name", "key", "value"),
     [("gemma3-two-ropes", "attn_logit_softcapping", 2.0), ("nemotron_h-one-part-per-layer", "attention_bias", True)],

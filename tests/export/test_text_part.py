@@ -85,7 +85,7 @@ KINDS["mistral3"] = {
             "factor": 20.0,
             "beta_fast": 4.0,
             "original_max_position_embeddings": 6,
-            "mscale": 1.0,
+            "mscale": 0.7,
             "mscale_all_dim": 0.7,
             "llama_4_scaling_beta": 0.5,
         },

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doubles import towers
+from doubles import filled, towers
 from doubles.images import draw
 from PIL import ImageOps
 
@@ -156,10 +156,10 @@ def see_forward_alone(feeds: dict[str, np.ndarray]) -> None:
         feeds["embeddings"] = np.roll(feeds["embeddings"], 1, 0)
 
 
-TILED, GRIDS, QWEN = ("smolvlm", "idefics3", "gemma3"), ("lfm2_vl",), tuple(towers.QWEN)
+TILED, GRIDS, QWEN, FILLED = ("smolvlm", "idefics3", "gemma3"), ("lfm2_vl",), tuple(towers.QWEN), tuple(filled.CONFIGS)
 PLANTS = [(kind, "pixels", exchange("pixel_values", -1)) for kind in TILED]
-PLANTS += [(kind, "patches", exchange("pixel_values", 0)) for kind in (*GRIDS, *QWEN, *LLAMAS)]
-PLANTS += [(kind, "positions", exchange("positions", 0)) for kind in (*QWEN, *LLAMAS)]
+PLANTS += [(kind, "patches", exchange("pixel_values", 0)) for kind in (*GRIDS, *QWEN, *LLAMAS, *FILLED)]
+PLANTS += [(kind, "positions", exchange("positions", 0)) for kind in (*QWEN, *LLAMAS, *FILLED)]
 PLANTS += [("lfm3_vl", "neighbors", exchange("neighbors", 1))]
 PLANTS += [("qwen2_5_vl", "windows", exchange_windows), *((kind, "axes", place_in_order) for kind in QWEN)]
 PLANTS += [(kind, "rows", see_forward_alone) for kind in towers.FAMILIES]
@@ -282,6 +282,52 @@ QWEN_REFUSED += [("config.json", {"vision_config": changes}, message) for change
 QWEN_REFUSED += [
     ("config.json", {"text_config": {"rope_parameters": changes}}, message) for changes, message in QWEN_SECTIONS
 ]
+FILLED_IMAGES: list[tuple[dict[str, Any], str]] = [
+    ({"image_processor_type": "CLIPImageProcessor"}, "expected one of Gemma4ImageProcessor"),
+    ({"do_normalize": True}, "do_normalize=True is unsupported; expected false"),
+    ({"do_resize": False}, "do_resize=False is unsupported; expected true"),
+    ({"max_soft_tokens": 100}, "max_soft_tokens=100 is unsupported; expected one of 70, 140, 280, 560, 1120"),
+    ({"pooling_kernel_size": 4}, "pooling_kernel_size=4 is unsupported; expected that of the vision_config"),
+    ({"patch_size": 2}, "pooling_kernel_size=2 is unsupported; expected that of the vision_config, and so patch_size"),
+    ({"do_pan_and_scan": True}, "do_pan_and_scan=True is not known to llmc"),
+]
+FILLED_VISION: list[tuple[dict[str, Any], str]] = [
+    (
+        {"model_type": "siglip_vision_model"},
+        "model_type='siglip_vision_model' is unsupported; expected one of gemma4_v",
+    ),
+    ({"hidden_activation": "silu"}, "hidden_activation='silu' is unsupported"),
+    ({"num_key_value_heads": 1}, "num_key_value_heads=1 is unsupported; expected 2, as num_attention_heads"),
+    ({"head_dim": 22}, "head_dim=22 is unsupported; expected a multiple of 4"),
+    ({"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear' is unsupported"),
+    ({"use_clipped_linears": False}, "is unused by"),
+    ({"standardize": False}, "is unused by"),
+    ({"num_hidden_layers": 3}, "is missing"),
+    ({"patch_bias": True}, "patch_bias=True is not known to llmc"),
+]
+FILLED_REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    *(("processor_config.json", {"image_processor": changes}, message) for changes, message in FILLED_IMAGES),
+    *(("config.json", {"vision_config": changes}, message) for changes, message in FILLED_VISION),
+    ("config.json", {"image_token_id": 4097}, "no token <.image.> with the id 4097"),
+    (
+        "config.json",
+        {"text_config": {"use_bidirectional_attention": "vision"}},
+        "use_bidirectional_attention='vision' is unsupported; expected null, where layers share caches",
+    ),
+]
+UNIFIED_REFUSED = [
+    (
+        "config.json",
+        {"vision_config": {"model_patch_size": 16}},
+        "model_patch_size=16 is unsupported; expected 8, patch_si",
+    ),
+    (
+        "config.json",
+        {"vision_config": {"output_proj_dims": 64}},
+        "output_proj_dims=64 is unsupported; expected 48, as mm",
+    ),
+    ("config.json", {"vision_config": {"mm_posemb_size": 80}}, "has shape .* but config.json asks for"),
+]
 LFM3_REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("config.json", {"vision_config": changes}, message)
     for changes, message in (
@@ -306,11 +352,12 @@ MISTRAL_REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("config.json", {"vision_config": {"num_attention_heads": 3}}, "a divisor of a fourth of hidden_size=32"),
 ]
 BY_KIND |= {"qwen2_5_vl": QWEN_REFUSED, "mistral3": MISTRAL_REFUSED}
+BY_KIND |= {"gemma4": FILLED_REFUSED, "gemma4_unified": UNIFIED_REFUSED}
 WRONG = [(kind, *wrong) for kind, table in BY_KIND.items() for wrong in table]
 
 
 def change(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    inner = {name: change(values[name], it) for name, it in changes.items() if isinstance(it, dict)}
+    inner = {name: change(values.get(name, {}), it) for name, it in changes.items() if isinstance(it, dict)}
     return {**values, **changes, **inner}
 
 
@@ -321,7 +368,7 @@ def change(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def test_what_is_not_understood_is_refused(checkpoint, tmp_path, file, changes, message):
     folder = towers.copy_checkpoint(checkpoint, tmp_path)
     before = json.loads((folder / file).read_text())
-    towers.write_json(folder / file, change(before, changes) if file == "config.json" else {**before, **changes})
+    towers.write_json(folder / file, change(before, changes) if "preproc" not in file else {**before, **changes})
     with pytest.raises(CheckpointError, match=message):
         read_checkpoint(folder)
 
@@ -367,9 +414,25 @@ def test_names_of_all_ages_are_known(checkpoint, tmp_path, rename):
     assert shapes[0] == shapes[1]
 
 
+@pytest.mark.parametrize("kind", ["gemma4"], indirect=True)
+def test_keys_and_values_that_published_checkpoints_store_without_use_are_left_out(checkpoint, tmp_path):
+    """Of the layers that read caches of others."""
+    from safetensors.numpy import load_file, save_file
+
+    folder = towers.copy_checkpoint(checkpoint, tmp_path)
+    stored = load_file(folder / "model.safetensors")
+    for name in [name for name in stored if ".layers.0.self_attn.k_" in name or ".layers.0.self_attn.v_" in name]:
+        if "language_model" in name:
+            stored[name.replace("layers.0", "layers.2")] = stored[name]
+    save_file(stored, folder / "model.safetensors")
+    assert len(load_file(folder / "model.safetensors")) == len(load_file(checkpoint / "model.safetensors")) + 3
+    assert read_checkpoint(folder).tensors.keys() == read_checkpoint(checkpoint).tensors.keys()
+
+
 def test_a_checkpoint_without_its_processor_names_the_way_out(checkpoint, tmp_path):
     folder = towers.copy_checkpoint(checkpoint, tmp_path)
-    (folder / "preprocessor_config.json").unlink()
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (folder / name).unlink(missing_ok=True)
     with pytest.raises(CheckpointError, match=r"no preprocessor_config.json, .*; get it, or .* with --text-only"):
         read_checkpoint(folder)
 

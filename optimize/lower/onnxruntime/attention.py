@@ -34,6 +34,7 @@ GQA = "GroupQueryAttention"
 HEAD_MULTIPLE, ROTATED_MULTIPLE = 8, 16
 # Key of a graph's metadata for how far each token sees ahead, in models that see images both ways.
 AHEAD = "ahead"
+LOOKING = "looking ahead"
 MASKED = float(np.finfo(np.float32).min)
 QUANTIZED_CACHES = {"int8": "PER_TENSOR", "int8-channel": "PER_CHANNEL"}
 
@@ -93,6 +94,8 @@ def group_query_attention(graph: ir.Graph, context: LoweringContext, make_length
         query, key, value, past_key, past_value = node.inputs[:5]
         if "both_ways" in node.attributes and context.takes_prompts:
             graph.meta[AHEAD] = node.inputs[6]
+            if node.attributes["both_ways"].as_int():
+                graph.meta.setdefault(LOOKING, set()).add(node.name)
         scales, attributes = _cache_scales(graph, attention, context)
         sinks = None
         if attention.sinks:  # one more logit of each head [H]

@@ -14,7 +14,16 @@ from llmc.optimize.lower.linears import replace_linears
 from llmc.optimize.lower.onnxruntime.linears import bias_of, emit_blocked_linear, float_linear, with_bias
 from llmc.optimize.lower.onnxruntime.rotation import count_mixed, mix, read_weights
 from llmc.optimize.lower.raising import Linear
-from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, initializer, nodes_of, scalar, sole_consumer, vector
+from llmc.optimize.lower.rewrite import (
+    MICROSOFT,
+    Emitter,
+    graph_input,
+    initializer,
+    nodes_of,
+    scalar,
+    sole_consumer,
+    vector,
+)
 from llmc.optimize.quantize.grid import Grid, stack
 from llmc.optimize.weights.store import PROMPTS, quantize_matrix
 
@@ -98,9 +107,11 @@ def _per_token_linear(
 
 def _rows_before(linear: Linear, context: LoweringContext) -> ir.Value:
     """A value [B, S] with as many elements as the linear has rows: the ids, or ``logit_indices`` if the layer reads
-    another layer's cache."""
+    another layer's cache; [B] behind the pooling of an encoder."""
     graph, listed = linear.node.graph, context.geometry.linear[linear.module]
     assert graph is not None
+    if listed.layer is None and context.geometry.encoder is not None:
+        return graph_input(graph, "lengths")
     shared = listed.layer is not None and context.geometry.source_of(listed.layer)
     rows: ir.Value = graph.meta["asked"] if shared else graph.inputs[0]
     return rows

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from llmc.bundle.model.attention import Attention
 from llmc.optimize.lower.context import LoweringContext
-from llmc.optimize.lower.onnxruntime.attention import AHEAD, GQA, emit_attention, token_positions
+from llmc.optimize.lower.onnxruntime.attention import AHEAD, GQA, LOOKING, emit_attention, token_positions
 from llmc.optimize.lower.onnxruntime.folded_heads import Branch, choose
 from llmc.optimize.lower.rewrite import MICROSOFT, Emitter, emit_conversion, nodes_of, scalar, vector
 
@@ -21,7 +21,9 @@ def attend_both_ways(graph: ir.Graph, context: LoweringContext) -> int:
     """GroupQueryAttention -> If(some token sees ahead, the same and basic operators, as it was)."""
     if AHEAD not in graph.meta:
         return 0
-    nodes = list(nodes_of(graph, GQA, MICROSOFT))
+    nodes = [node for node in nodes_of(graph, GQA, MICROSOFT) if node.name in graph.meta.get(LOOKING, ())]
+    if not nodes:
+        return 0
     seen = _Seen(nodes[0], graph.meta[AHEAD], context.attention_type)
     for node in nodes:
         emit = Branch(node, "both_ways")

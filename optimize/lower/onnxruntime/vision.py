@@ -85,7 +85,23 @@ def inline_convolutions(graph: ir.Graph, context: LoweringContext) -> int:
 def has_table(geometry: Geometry) -> bool:
     """True if the tower adds learned positions."""
     vision = geometry.vision
-    return vision is not None and (vision.patching is None or vision.patching.places > 0)
+    patching = vision.patching if vision else None
+    return vision is not None and (patching is None or patching.places > 0 or patching.filled)
+
+
+def count_silus(geometry: Geometry) -> int:
+    """Number of SiLUs: gated MLPs have them, except behind patches that are placed by row and column."""
+    patching = geometry.vision.patching if geometry.vision else None
+    gelu = patching is not None and patching.filled
+    return 0 if gelu else sum(it.name.endswith(".gate_proj") for it in geometry.linears)
+
+
+def inline_bounds(graph: ir.Graph, context: LoweringContext) -> int:
+    """Bounds of clipped linears, and what standardizes means of patches, become part of the graph, in float32."""
+    ends = (".input_min", ".input_max", ".output_min", ".output_max", ".std_bias", ".std_scale")
+    names = [name for name in graph.initializers if name.endswith(ends)]
+    inline_vectors(graph, names, context)
+    return len(names)
 
 
 def store_positions(graph: ir.Graph, context: LoweringContext) -> int:

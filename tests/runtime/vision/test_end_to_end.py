@@ -10,11 +10,12 @@ from typing import Any
 import httpx2 as httpx
 import numpy as np
 import pytest
-from doubles import towers
+from doubles import filled, towers
 from doubles.images import draw, encode
 from doubles.serving import serving
 from PIL import Image, ImageOps
 
+from llmc.bundle import read_bundle
 from llmc.optimize.build import build
 from llmc.optimize.recipe import BuildRequest, Request
 from llmc.runtime import Model, load
@@ -34,6 +35,7 @@ SQUARES = draw("RGB", 16, 16), draw("RGBA", 75, 26), draw("L", 111, 130)
 # Each with how many tokens its answer about the largest image reuses at least.
 OF_SQUARES = (*towers.QWEN, "lfm3_vl")
 FAMILIES = {"smolvlm": 65, "gemma3": 17, "lfm2_vl": 17, "mistral3": 5, **dict.fromkeys(OF_SQUARES, 32)}
+FAMILIES |= dict.fromkeys(filled.CONFIGS, 55)
 
 one_family = pytest.mark.parametrize("family", ["smolvlm"], indirect=True)
 with_axes = pytest.mark.parametrize("family", towers.QWEN, indirect=True)
@@ -139,7 +141,8 @@ def test_so_they_are_side_by_side(model: Model, talks: dict[str, Any], expected:
 def test_so_they_are_in_chunks_of_any_size_and_at_every_level(
     bundle: Path, talks: dict[str, Any], expected: dict[str, list[int]], options: dict[str, Any]
 ):
-    with load(bundle, threads=1, **options) as model:
+    least = {"prefill_chunk": read_bundle(bundle).geometry.least_chunk} if "prefill_chunk" in options else {}
+    with load(bundle, threads=1, **{name: max(it, least.get(name, it)) for name, it in options.items()}) as model:
         for name, messages in talks.items():
             assert tokens(model.chat(messages, **GREEDY)) == expected[name], name
 
@@ -285,6 +288,22 @@ def test_in_8_bits_the_tower_is_judged_and_the_bundle_verified(shared: Path, tmp
         alone = [tokens(model.chat(text, **GREEDY)) for text in texts]
         together = [model.stream_chat(text, **GREEDY) for text in texts]
         assert [tokens(handle.result()) for handle in together] == alone
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("family", filled.CONFIGS, indirect=True)
+def test_towers_that_place_patches_by_row_and_column_are_rounded_to_8_bits(
+    shared: Path, talks: dict[str, Any], tmp_path: Path, precision: str
+):
+    report = build(BuildRequest(shared / "export", tmp_path / precision, precision=precision, max_batch=4))
+    assert report.manifest.similarity is not None and report.manifest.similarity.texts >= 12
+    assert LEAST_COSINE < report.manifest.similarity.smallest < 1 - 1e-6
+    assert verify(report.output).prompts == 4
+    with load(report.output, threads=1) as model:
+        assert exchange_positions(model) < LEAST_COSINE
+        alone = {name: tokens(model.chat(messages, **GREEDY)) for name, messages in talks.items()}
+        together = {name: model.stream_chat(messages, **GREEDY) for name, messages in talks.items()}
+        assert {name: tokens(handle.result()) for name, handle in together.items()} == alone
 
 
 @with_axes

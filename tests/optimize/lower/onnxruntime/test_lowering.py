@@ -1,12 +1,15 @@
 """The lowered graph computes what the portable graph computes, however the tokens are fed."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 from doubles.lowerings import difference, portable, relative_difference, varied
+from doubles.tiny import BASE, tiny
 
+from llmc.export import export
 from llmc.optimize.lower.context import PerToken, WeightOnly
 from llmc.optimize.quantize.grid import Grid
 
@@ -29,6 +32,31 @@ def test_float32_equals_the_portable_graph(case, lowering, decoder, portable_log
     run = decoder(lowered.save(), lowered.geometry)
     for pieces in PIECES.values():
         assert difference(run(ids, pieces), portable_logits(case)) <= FLOAT_TOLERANCE
+
+
+LATENT = {"q_lora_rank": 40, "kv_lora_rank": 24, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24}
+ROPE = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 20.0, "original_max_position_embeddings": 6}
+MISTRAL4 = {
+    **BASE,
+    **LATENT,
+    "model_type": "mistral4",
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 32,
+    "rope_parameters": {**ROPE, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+}
+SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+
+
+def test_queries_of_which_a_part_is_rotated_grow_whole(tmp_path, lowering, decoder, portable_logits, ids):
+    parts = {"text_config": MISTRAL4, "vision_config": {**SIGHT, "model_type": "pixtral"}, "image_token_index": 95}
+    tiny(tmp_path / "checkpoint", "mistral3", "AutoModelForImageTextToText", **parts)
+    export(tmp_path / "checkpoint", tmp_path / "export", text_only=True)
+    case = SimpleNamespace(name="mistral4", export=tmp_path / "export")
+    lowered = lowering(case.export)
+    assert (
+        difference(decoder(lowered.save(), lowered.geometry)(ids, [7, 1, 12]), portable_logits(case)) <= FLOAT_TOLERANCE
+    )
 
 
 @varied
