@@ -108,7 +108,8 @@ class Embedder(LoadedBundle):
             query: the question.
             documents: any number of texts.
             instruction: a prompt's name or the task in words; default: the checkpoint's.
-            truncate: leave the end of a document out that is too long; by default it is refused.
+            truncate: leave out the end of what is too long, which is refused by default: of a document, and without a
+                chat template of the longer one of query and document.
 
         Raises:
             UsageError: the bundle does not rank, or an argument is of another type.
@@ -154,14 +155,15 @@ class Embedder(LoadedBundle):
         (query,), documents = _check_texts("query", [query]), _check_texts("documents", documents)
         prompt = self._prompts.prefix(instruction)
         first = prompt + query
-        if self.tokenizer.encode_within(first, self.max_context, self.tokenizer.encode)[1] < len(first):
+        read = self.tokenizer.encode_within(first, self.max_context, self.tokenizer.encode)[1]
+        if read < len(first) and (self._form.template or not truncate):
             raise ContextError(
                 f"the query leaves no room for a document in {self.max_context} tokens",
                 "shorten it",
                 parameter="prompt",
             )
-        tokens = self._render if self._form.template else self._pair
-        return [tokens(prompt, query, document, truncate) for document in documents]
+        tokens = partial(self._render, prompt, query) if self._form.template else partial(self._pair, first[:read])
+        return [tokens(document, truncate) for document in documents]
 
     def encode(self, rows: Sequence[Tokens]) -> Vectors:
         """Results float32 [n, width] of token sequences, in their order. Sequences of like lengths share calls.
@@ -203,16 +205,16 @@ class Embedder(LoadedBundle):
             ids, _ = self._cut(ids, truncate, text[:read])
         return self._strip_padding(ids)
 
-    def _pair(self, prompt: str, query: str, document: str, truncate: bool) -> list[int]:
+    def _pair(self, query: str, document: str, truncate: bool) -> list[int]:
         _, read = self.tokenizer.encode_within(document, self.max_context, self.tokenizer.encode)
-        ids, types = self.tokenizer.encode_cut(prompt + query, None, document[:read])
+        ids, types = self.tokenizer.encode_cut(query, None, document[:read])
         if read < len(document) or len(ids) > self.max_context:
-            ids, types = self._cut(ids, truncate, prompt + query, document[:read])
+            ids, types = self._cut(ids, truncate, query, document[:read])
         ids = self._strip_padding(ids)
         return TypedTokens(ids, types[: len(ids)])
 
     def _cut(self, ids: list[int], truncate: bool, text: str, pair: str | None = None) -> tuple[list[int], list[int]]:
-        """As many tokens of a text, or of the second of two, as there is room for, and their types.
+        """As many tokens of a text, or of two, as there is room for, and their types.
         RequestError: none may be left out."""
         if not truncate:
             raise self._too_long(ids)

@@ -3,6 +3,7 @@
 from llmc.export.config import DecoderConfig
 from llmc.export.families.vision_language import read_text_part
 from llmc.export.keys import Keys
+from llmc.export.reading import ACTIVATIONS
 from llmc.export.vision.llama import LlamaTowerConfig
 from llmc.export.vision.reading import name_projector, read_axial_rope
 from llmc.export.vision.shapes import THETA
@@ -32,7 +33,6 @@ def _read_tower(outer: Keys, hidden_size: int) -> LlamaTowerConfig:
     keys.choice("model_type", ("pixtral",), "pixtral")
     keys.skip("image_size")  # the processor decides
     keys.fixed("num_channels", 3, ", for red, green and blue")
-    keys.choice("hidden_act", ("silu",), "gelu")
     heads, width = keys.integer("num_attention_heads", 16), keys.integer("hidden_size", 1024)
     if width % (4 * heads):
         raise keys.error("num_attention_heads", heads, f"a divisor of a fourth of hidden_size={width}")
@@ -59,6 +59,7 @@ def _read_tower(outer: Keys, hidden_size: int) -> LlamaTowerConfig:
         token_id=outer.integer("image_token_id", outer.integer("image_token_index", 10)),
         renamed=RENAMED,
         eps=EPS,
+        activation=ACTIVATIONS[keys.choice("hidden_act", tuple(ACTIVATIONS), "gelu")],
         theta=theta,
         kv_heads=heads,
         takes_turns=True,

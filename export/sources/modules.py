@@ -42,6 +42,7 @@ FLAGS = {
 IDENTITY, TANH, SIGMOID = (
     f"torch.nn.modules.{name}" for name in ("linear.Identity", "activation.Tanh", "activation.Sigmoid")
 )
+SHORT_NAMES = {f"torch.nn.{name.rpartition('.')[2]}": name for name in (IDENTITY, TANH, SIGMOID)}
 # Key of the activation of scores, here and in the config of versions before 4.
 ACTIVATION, OLD_ACTIVATION = "activation_fn", "sbert_ce_default_activation_function"
 # Prefixes of the names of all tensors but those of a head.
@@ -147,7 +148,7 @@ def replace_head(
         tensors[f"{SCORE}.0.weight"] = tensors.pop(SCORE_WEIGHT)
     for number, name in enumerate(ending.dense_folders):
         tensors |= {f"{DENSE}.{number}.{part}": tensor for part, tensor in _dense_tensors(folder, name).items()}
-    longest = min(config.max_positions, ending.longest or config.max_positions)
+    longest = min(config.max_positions, ending.longest or _read_limit(folder) or config.max_positions)
     place_tables(folder, config, tensors, longest, end.types)
     ropes = tuple(  # longrope's factors for the longest text serve all texts
         replace(rope, factors=rope.long_factors, long_factors=())
@@ -241,6 +242,12 @@ def _texts(folder: Path) -> tuple[int, bool, bool]:
     return longest, message is not None, lowers
 
 
+def _read_limit(folder: Path) -> int:
+    """The tokenizer's own limit of tokens, where sentence-transformers keeps it since version 6; 0 if there is none."""
+    limit = (read_object(folder, TOKENIZER_CONFIG) or {}).get("model_max_length")
+    return limit if type(limit) is int and limit > 0 else 0
+
+
 def _read_encoder(folder: Path, modules: Mapping[str, list[str]]) -> EncoderConfig:
     pooling = modules["Pooling"][0]
     return EncoderConfig(
@@ -255,7 +262,8 @@ def _read_pooling(keys: Keys) -> Pooling:
     keys.skip("word_embedding_dimension", "embedding_dimension")
     keys.fixed("include_prompt", True)
     flags = [mode for name, mode in FLAGS.items() if keys.raw(name) is True]
-    mode = keys.raw("pooling_mode") or (flags[0] if len(flags) == 1 else flags or "mean")
+    mode = keys.raw("pooling_mode") or flags or "mean"
+    mode = mode[0] if isinstance(mode, list) and len(mode) == 1 else mode
     keys.finish()
     if not isinstance(mode, str) or mode not in POOLINGS:
         raise keys.error("pooling_mode", mode, f"one of {', '.join(POOLINGS)}")
@@ -263,7 +271,7 @@ def _read_pooling(keys: Keys) -> Pooling:
 
 
 def _dense(keys: Keys) -> DenseConfig:
-    activation = keys.choice("activation_function", (IDENTITY, TANH), TANH)
+    activation = _activation(keys, "activation_function", (IDENTITY, TANH), TANH)
     for name in ("module_input_name", "module_output_name"):
         keys.choice(name, ("sentence_embedding",), "sentence_embedding")
     keys.fixed("use_residual", False)
@@ -291,8 +299,15 @@ def _sigmoid(folder: Path, config: Mapping[str, Any]) -> bool:
     places = [(folder / MODEL_FILE, values, ACTIVATION), (folder / CONFIG_FILE, inner, ACTIVATION)]
     for where, holder, name in (*places, (folder / CONFIG_FILE, dict(config), OLD_ACTIVATION)):
         if isinstance(holder, dict) and holder.get(name) is not None:
-            return Keys(holder, str(where)).choice(name, (IDENTITY, SIGMOID)) == SIGMOID
+            return _activation(Keys(holder, str(where)), name, (IDENTITY, SIGMOID)) == SIGMOID
     return True
+
+
+def _activation(keys: Keys, name: str, options: tuple[str, ...], default: str | None = None) -> str:
+    """One of ``options``, whose names in torch.nn are shorter, too."""
+    shorts = {short: long for short, long in SHORT_NAMES.items() if long in options}
+    given = keys.choice(name, (*options, *shorts), default)
+    return shorts.get(given, given)
 
 
 def _check_labels(folder: Path, config: Mapping[str, Any]) -> None:

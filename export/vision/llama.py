@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from llmc.bundle.model.experts import Activation
 from llmc.bundle.model.linear import Linear
 from llmc.bundle.model.norm import NormKind
 from llmc.bundle.model.vision import TOWER
@@ -19,6 +20,7 @@ class LlamaTowerConfig(PatchTowerConfig):
     """
 
     eps: float  # of the norms of layers
+    activation: Activation = "silu"  # of the gates
     theta: float  # base of the rotary embedding
     kv_heads: int
     qk_norm: bool = False  # queries and keys are normalized by head

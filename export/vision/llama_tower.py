@@ -75,7 +75,7 @@ class LlamaTowerLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = (Norm(config.width, norm) for _ in range(2))
         self.conv = PatchConv(config.width, config.kernel) if index in config.convolved else None
         self.self_attn = None if self.conv else LlamaPatchAttention(config, norm)
-        mlp = MlpConfig(inner=config.inner, activation="silu")
+        mlp = MlpConfig(inner=config.inner, activation=config.activation)
         self.mlp = MLP(mlp, Site("mlp", 0, config.width, config.width), norm)
 
     def forward(self, x: Tensor, turns: Turns, neighbors: Tensor | None) -> Tensor:

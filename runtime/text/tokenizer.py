@@ -101,16 +101,22 @@ class Tokenizer:
         """:meth:`encode` the beginning of ``text`` in at most ``most`` tokens, including those around it; and the type
         of each token, mostly 0 in ``text`` and 1 in ``pair``.
 
-        Of two texts, the second one (``pair``) is cut; None cuts nothing. RequestError if the rest alone is too long.
+        Of two texts, the longer one is cut, down to the length of the other, then both, as transformers does
+        (``longest_first``); None cuts nothing. RequestError if the tokens around the texts alone are too many.
         """
         with _translate_errors(text), _translate_errors(pair or ""):
             first = self._backend.encode(text, add_special_tokens=False)
             second = None if pair is None else self._backend.encode(pair, add_special_tokens=False)
-            kept = self._backend.num_special_tokens_to_add(pair is not None) + (0 if second is None else len(first))
-            if most is not None and kept > most:
-                raise RequestError(f"{kept} tokens cannot be cut, expected at most {most}; shorten the query")
             if most is not None:
-                (first if second is None else second).truncate(most - kept)
+                room = most - self._backend.num_special_tokens_to_add(pair is not None)
+                if room < 0:
+                    raise RequestError(f"at most {most} tokens are allowed, fewer than stand around a text; allow more")
+                if second is not None and len(first) + len(second) > room:
+                    shorter, longer = (first, second) if len(first) <= len(second) else (second, first)
+                    shorter.truncate(min(len(shorter), room // 2))
+                    longer.truncate(room - len(shorter))
+                elif second is None:
+                    first.truncate(room)
             whole = self._backend.post_process(first, second, add_special_tokens=True)
             return list(whole.ids), list(whole.type_ids)
 
