@@ -110,7 +110,7 @@ class Tokenizer:
             if most is not None:
                 room = most - self._backend.num_special_tokens_to_add(pair is not None)
                 if room < 0:
-                    raise RequestError(f"at most {most} tokens are expected, fewer than stand around a text; allow more")
+                    raise RequestError(f"at most {most} tokens are allowed, fewer than stand around a text; allow more")
                 if second is not None and len(first) + len(second) > room:
                     shorter, longer = (first, second) if len(first) <= len(second) else (second, first)
                     shorter.truncate(min(len(shorter), room // 2))
