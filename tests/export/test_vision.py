@@ -347,7 +347,7 @@ MISTRAL_REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("processor_config.json", {"patch_size": 8}, "patch_size=8 is unsupported; expected 4, as config.json"),
     ("processor_config.json", {"spatial_merge_size": 1}, "spatial_merge_size=1 is unsupported; expected 2"),
     ("config.json", {"vision_feature_layer": [-2, -1]}, "vision_feature_layer=.* expected -1, the last one"),
-    ("config.json", {"vision_config": {"hidden_act": "relu"}}, "hidden_act='relu' is unsupported"),
+    ("config.json", {"vision_config": {"hidden_act": "mish"}}, "hidden_act='mish' is unsupported"),
     ("config.json", {"vision_config": {"head_dim": 8}}, "head_dim=8 is unsupported; expected 16, hidden_size"),
     ("config.json", {"vision_config": {"num_attention_heads": 3}}, "a divisor of a fourth of hidden_size=32"),
 ]
