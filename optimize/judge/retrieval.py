@@ -15,7 +15,7 @@ from llmc.bundle import Ranking
 from llmc.optimize.calibrate.text import DEFAULT_TEXT
 from llmc.runtime import Embedder
 
-# Each text is computed by the unquantized model, too: some 3,500 tokens, 4 seconds with MiniLM's 11 million weights.
+# Each text is computed by the unquantized model, too: some 3,500 tokens.
 PASSAGES, PAIRED_QUERIES, PAIRED_DOCUMENTS = 32, 6, 8
 MOST_TOKENS = 64  # of a query, and of a document
 DEPTH = 10  # of nDCG

@@ -109,7 +109,7 @@ def bound(model: Any) -> None:
 
 
 class FilledProcessor:
-    """What transformers' Gemma4Processor makes of messages, with Pillow's resampling; the 12B's needs torchvision, and
+    """Transformers' Gemma4Processor with Pillow's resampling; the 12B's needs torchvision, and
     merges the patches that the other makes."""
 
     def __init__(self, folder: Path) -> None:
