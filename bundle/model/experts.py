@@ -10,7 +10,7 @@ from llmc.bundle.model.ranges import Count, Index, Width
 LATENT_INPUT, LATENT_OUTPUT = "fc1_latent_proj", "fc2_latent_proj"
 
 # ``gelu_tanh`` approximates ``gelu``; ``relu2`` is relu(x)²; ``xielu`` has learned scalars (arXiv 2411.13010).
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "xielu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 ExpertActivation = Literal["silu", "gelu_tanh"]
 
 

@@ -45,6 +45,7 @@ ACTIVATIONS: dict[Activation, Callable[[], nn.Module]] = {
     "silu": SiLU,
     "gelu": nn.GELU,
     "gelu_tanh": partial(nn.GELU, approximate="tanh"),
+    "relu": nn.ReLU,
     "relu2": ReLU2,
     "xielu": XIELU,
 }

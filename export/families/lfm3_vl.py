@@ -30,14 +30,14 @@ def _read_tower(outer: Keys, hidden_size: int) -> LlamaTowerConfig:
     keys.rename({"norm_eps": "rms_norm_eps"})
     keys.choice("model_type", ("lfm3_vl_vision",), "lfm3_vl_vision")
     keys.fixed("in_channels", 3, ", for red, green and blue")
-    layers, types, kernel = keys.integer("num_hidden_layers"), keys.raw("layer_types"), keys.integer("conv_kernel_size")
+    layers, kernel = keys.integer("num_hidden_layers", 14), keys.integer("conv_kernel_size", 3)
+    types = keys.raw("layer_types") or [KINDS[index > 1 and index % 2 == 0] for index in range(layers)]
     if not isinstance(types, list) or len(types) != layers or any(kind not in KINDS for kind in types):
         raise keys.error("layer_types", types, f"{layers} entries, each one of {', '.join(KINDS)}")
     if kernel % 2 == 0:
         raise keys.error("conv_kernel_size", kernel, "an odd number, so that a patch has as many on either side")
-    heads, kv_heads, width = (
-        keys.integer(name) for name in ("num_attention_heads", "num_key_value_heads", "hidden_size")
-    )
+    heads, kv_heads = keys.integer("num_attention_heads", 16), keys.integer("num_key_value_heads", 8)
+    width = keys.integer("hidden_size", 1024)
     if width % (4 * heads):
         raise keys.error("num_attention_heads", heads, f"a divisor of a fourth of hidden_size={width}")
     if heads % kv_heads:
@@ -51,7 +51,7 @@ def _read_tower(outer: Keys, hidden_size: int) -> LlamaTowerConfig:
         width=width,
         layers=layers,
         heads=heads,
-        inner=keys.integer("intermediate_size"),
+        inner=keys.integer("intermediate_size", 2560),
         norm="rms",
         gated=True,
         embedding_bias=False,
@@ -62,7 +62,7 @@ def _read_tower(outer: Keys, hidden_size: int) -> LlamaTowerConfig:
         outputs=hidden_size,
         token_id=outer.integer("image_token_id", 125_030),
         renamed=RENAMED,
-        eps=keys.number("rms_norm_eps"),
+        eps=keys.number("rms_norm_eps", 1e-5),
         theta=read_axial_rope(keys, 1_000_000.0),
         kv_heads=kv_heads,
         qk_norm=True,

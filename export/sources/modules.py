@@ -320,7 +320,7 @@ def _check_labels(folder: Path, config: Mapping[str, Any]) -> None:
 def _gives_types(folder: Path) -> bool:
     """True if the tokenizer gives the types of tokens, as BERT's does unless its config names its outputs."""
     config = read_object(folder, TOKENIZER_CONFIG) or {}
-    kind, names = config.get("tokenizer_class", "BertTokenizer"), config.get("model_input_names")
+    kind, names = config.get("tokenizer_class") or "BertTokenizer", config.get("model_input_names")
     return "token_type_ids" in names if isinstance(names, list) else str(kind).startswith("BertTokenizer")
 
 

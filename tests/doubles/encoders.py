@@ -62,7 +62,7 @@ BERT = {
     "type_vocab_size": 2,
     "pad_token_id": 0,
 }
-ROBERTA = {**BERT, "model_type": "roberta", "pad_token_id": 3, "type_vocab_size": 1}
+ROBERTA = {**BERT, "model_type": "roberta", "pad_token_id": 3, "type_vocab_size": 1, "hidden_act": "relu"}
 XLM_ROBERTA = {**ROBERTA, "model_type": "xlm-roberta"}
 # A window is shorter than the texts.
 MODERNBERT = {

@@ -97,6 +97,18 @@ def test_texts_are_lowered_where_the_checkpoint_says_so(exported, tmp_path):
     assert found.config.max_positions == 9
 
 
+def test_files_may_be_those_of_later_versions(exported, tmp_path):
+    """Which keep the limit of texts in the tokenizer's config, and may write one kind of pooling as a list."""
+    checkpoint, _ = exported("bert")
+    folder = encoders.copy(checkpoint, tmp_path / "later")
+    encoders.change_json(folder / "tokenizer_config.json", model_max_length=9)
+    encoders.write_json(folder / "1_Pooling" / "config.json", {"pooling_mode": ["mean"], "embedding_dimension": 64})
+    config = read_checkpoint(folder).config
+    assert config.encoder is not None and (config.max_positions, config.encoder.pooling) == (9, "mean")
+    encoders.write_json(folder / "sentence_bert_config.json", {"max_seq_length": 12})
+    assert read_checkpoint(folder).config.max_positions == 12
+
+
 def test_an_encoder_without_modules_embeds_the_mean_with_a_note(exported, tmp_path):
     checkpoint, _ = exported("bert")
     folder = encoders.copy(checkpoint, tmp_path / "bare")
@@ -131,6 +143,8 @@ def test_a_graph_ranks_ragged_rows_as_sentence_transformers_does(name, tmp_path,
     checkpoint = encoders.write_classifier(tmp_path / "checkpoint", **RERANKERS[name])
     if name == "roberta":  # logits, as versions before 4 said it
         encoders.change_json(checkpoint / "config.json", sbert_ce_default_activation_function=IDENTITY)
+    if name == "modernbert":  # by the shorter name
+        encoders.change_json(checkpoint / "config.json", sentence_transformers={"activation_fn": "torch.nn.Identity"})
     tokenizer = tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     pairs = [tokenizer.encode(QUERY, document) for document in DOCUMENTS]
     feeds = padded([pair.ids for pair in pairs])

@@ -347,7 +347,7 @@ MISTRAL_REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("processor_config.json", {"patch_size": 8}, "patch_size=8 is unsupported; expected 4, as config.json"),
     ("processor_config.json", {"spatial_merge_size": 1}, "spatial_merge_size=1 is unsupported; expected 2"),
     ("config.json", {"vision_feature_layer": [-2, -1]}, "vision_feature_layer=.* expected -1, the last one"),
-    ("config.json", {"vision_config": {"hidden_act": "gelu"}}, "hidden_act='gelu' is unsupported"),
+    ("config.json", {"vision_config": {"hidden_act": "mish"}}, "hidden_act='mish' is unsupported"),
     ("config.json", {"vision_config": {"head_dim": 8}}, "head_dim=8 is unsupported; expected 16, hidden_size"),
     ("config.json", {"vision_config": {"num_attention_heads": 3}}, "a divisor of a fourth of hidden_size=32"),
 ]
@@ -412,6 +412,18 @@ def test_names_of_all_ages_are_known(checkpoint, tmp_path, rename):
     save_file(stored, folder / "model.safetensors")
     shapes = [{name: item.shape for name, item in read_checkpoint(it).tensors.items()} for it in (checkpoint, folder)]
     assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("kind", ["mistral3"], indirect=True)
+def test_without_its_key_the_activation_is_that_of_transformers(checkpoint, tmp_path):
+    folder = towers.copy_checkpoint(checkpoint, tmp_path)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    del config["vision_config"]["hidden_act"]
+    towers.write_json(folder / "config.json", config)
+    assert (read_checkpoint(checkpoint).config.tower.activation, read_checkpoint(folder).config.tower.activation) == (
+        "silu",
+        "gelu",
+    )
 
 
 @pytest.mark.parametrize("kind", ["gemma4"], indirect=True)
