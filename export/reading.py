@@ -15,13 +15,13 @@ from llmc.export.rope_keys import DEFAULT_THETA, TYPES, RopeRules, read_ropes
 # By transformers' names; it has several for the approximation by tanh.
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
-    "swish": "silu",
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "relu": "relu",
     "relu2": "relu2",
+    "swish": "silu",
 }
 MOST_TOKEN_IDS = 1024  # every new token is compared with all of them; models name up to ten
 
