@@ -230,7 +230,7 @@ def test_numbers_that_no_build_writes_are_refused(folder: Path, change: Any, par
 
 def test_another_graph_contract_is_refused(folder: Path):
     edit(folder, put(bundle.GRAPH_CONTRACT_VERSION + 1, "graph_contract"))
-    with pytest.raises(BundleError, match="graph contract 7, not 6; make it again with: llmc build"):
+    with pytest.raises(BundleError, match="graph contract 8, not 7; make it again with: llmc build"):
         bundle.read_bundle(folder)
 
 

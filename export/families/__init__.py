@@ -53,7 +53,7 @@ def read_config(keys: Keys) -> DecoderConfig:
 
 
 def _suggest(name: str) -> str:
-    """What an error expects in the place of an unknown family."""
+    """The families that an error expects in the place of an unknown one."""
     if name in MISSING:
         return f"a family that llmc has; this one would take {MISSING[name]}"
     near = get_close_matches(name, FAMILIES, MOST_NEAR, NEAR)

@@ -254,6 +254,7 @@ CASES: dict[str, dict[str, Any]] = {
     "granite_swa-bases-by-layer": {
         **SWASH,
         "model_type": "granite_swa",
+        "dtype": "bfloat16",
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.3,
         "attention_multiplier": 0.1,
@@ -263,6 +264,7 @@ CASES: dict[str, dict[str, Any]] = {
         **SWASH,
         **MIXTURE,
         "model_type": "granitemoe_swa",
+        "dtype": "bfloat16",
         "shared_intermediate_size": 48,
         "attention_multiplier": 0.1,
     },

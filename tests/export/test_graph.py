@@ -120,7 +120,7 @@ def test_nodes_are_named_like_the_modules_of_the_checkpoint(case, model):
 def test_the_graph_can_be_cut_between_layers(case, model):
     geometry = read_export(case.export).geometry
     producers = {value.name: node.name for node in model.graph for value in node.outputs}
-    assert producers["hidden.0"].startswith(("model.embed_tokens", "embedding_scale", "residual"))
+    assert producers["hidden.0"].startswith(("model.embed_tokens", "model.embed_norm", "embedding_scale", "residual"))
     mlps = {part.layer for part in (*geometry.mlps, *geometry.mixtures)}
     both = mlps & {part.layer for part in (*geometry.attentions, *geometry.recurrents)}
     for i in range(geometry.layers if not geometry.layer_scalars else 0):
