@@ -35,6 +35,21 @@ def recurrent_layers(
     )
 
 
+def read_delta(keys: Keys, key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> RecurrentConfig:
+    """The gated delta rule of so many heads, whose value heads share the keys of a group."""
+    if value_heads % key_heads:
+        raise keys.error("linear_num_value_heads", value_heads, f"a multiple of linear_num_key_heads={key_heads}")
+    return RecurrentConfig(
+        rule="delta",
+        channels=2 * key_heads * key_dim + value_heads * value_dim,
+        taps=keys.integer("linear_conv_kernel_dim", 4),
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+    )
+
+
 def read_mamba(keys: Keys, inner: int, default_groups: int = 1, default_state: int = 256) -> RecurrentConfig:
     """Mamba 2, whose values are ``inner`` wide in all heads; heads of a group share keys and queries."""
     keys.skip("mamba_chunk_size", "mamba_expand")

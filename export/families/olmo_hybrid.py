@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 from llmc.export.config import DecoderConfig
-from llmc.export.families.hybrids import recurrent_layers
+from llmc.export.families.hybrids import read_delta, recurrent_layers
 from llmc.export.keys import Keys
 from llmc.export.parts.norm import POST, PRE
-from llmc.export.parts.recurrent import RecurrentConfig
 from llmc.export.reading import read_decoder
 
 # Keys of the initialisation.
@@ -37,18 +36,10 @@ def read(keys: Keys) -> DecoderConfig:
         rotated=(rotates,) * layers,
     )
     key_heads, value_heads = keys.integer("linear_num_key_heads", heads), keys.integer("linear_num_value_heads", heads)
-    if value_heads % key_heads:
-        raise keys.error("linear_num_value_heads", value_heads, f"a multiple of linear_num_key_heads={key_heads}")
     key_dim = keys.integer("linear_key_head_dim", int(0.75 * config.hidden_size / key_heads))
     value_dim = keys.integer("linear_value_head_dim", 2 * key_dim)
-    mixer = RecurrentConfig(
-        rule="delta",
-        channels=2 * key_heads * key_dim + value_heads * value_dim,
-        taps=keys.integer("linear_conv_kernel_dim", 4),
-        key_heads=key_heads,
-        value_heads=value_heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
+    mixer = replace(
+        read_delta(keys, key_heads, value_heads, key_dim, value_dim),
         apart=True,
         beta_scale=2.0 if keys.flag("linear_allow_neg_eigval", True) else 1.0,
         norm_eps=EPS,

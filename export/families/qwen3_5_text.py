@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 from llmc.export.config import DecoderConfig
-from llmc.export.families.hybrids import recurrent_layers
+from llmc.export.families.hybrids import read_delta, recurrent_layers
 from llmc.export.keys import Keys
 from llmc.export.parts.norm import NormConfig
-from llmc.export.parts.recurrent import RecurrentConfig
 from llmc.export.reading import read_decoder
 
 RENAMED = (
@@ -26,8 +25,6 @@ def read(keys: Keys, inner: int | None = None) -> DecoderConfig:
     keys.skip("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "mlp_only_layers")
     key_heads, value_heads = keys.integer("linear_num_key_heads", 16), keys.integer("linear_num_value_heads", 32)
     key_dim, value_dim = keys.integer("linear_key_head_dim", 128), keys.integer("linear_value_head_dim", 128)
-    if value_heads % key_heads:
-        raise keys.error("linear_num_value_heads", value_heads, f"a multiple of linear_num_key_heads={key_heads}")
     config = read_decoder(
         keys,
         default_kv_heads=4,
@@ -39,15 +36,7 @@ def read(keys: Keys, inner: int | None = None) -> DecoderConfig:
         inner=inner,
         rope_own=("mrope_section", "mrope_interleaved"),
     )
-    mixer = RecurrentConfig(
-        rule="delta",
-        channels=2 * key_heads * key_dim + value_heads * value_dim,
-        taps=keys.integer("linear_conv_kernel_dim", 4),
-        key_heads=key_heads,
-        value_heads=value_heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
-    )
+    mixer = read_delta(keys, key_heads, value_heads, key_dim, value_dim)
     every = keys.integer("full_attention_interval", 4)
     default = tuple((i + 1) % every != 0 for i in range(len(config.layers)))
     config = config.change_attentions(lambda _, it: replace(it, gate="beside_queries"))

@@ -19,6 +19,13 @@ class LlamaTowerConfig(PatchTowerConfig):
     ``merger.fc2``, of whose values GELU lies between.
     """
 
+    norm: NormKind = "rms"
+    gated: bool = True
+    embedding_bias: bool = False
+    window: int = 0
+    whole: tuple[int, ...] = ()
+    places: int = 0
+    deep: tuple[int, ...] = ()
     eps: float  # of the norms of layers
     activation: Activation = "silu"  # of the gates
     theta: float  # base of the rotary embedding
