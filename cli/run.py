@@ -88,7 +88,7 @@ def run_command(
 
 def _check_audio(audio: Path | None, language: str | None, **others: Any) -> None:
     if audio is None and language is not None:
-        raise UsageError("language", "is of audio, of which there is none", "give --audio, or leave it out")
+        raise UsageError("language", "says how audio is spoken, but there is no audio", "give --audio, or leave it out")
     for name, given in others.items():
         if audio is not None and given:
             raise UsageError(name, "does not go with audio, which is written down", "leave one of them out")
